@@ -1,0 +1,146 @@
+"""Static settings: model and drafter sizes, tree shape, sampling. Hashable and validated on creation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from eagle_jax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and switches of a decoder-only target of the Llama architecture.
+
+    Attributes:
+      context: the longest sequence (prompt and answer together) that the model was made for.
+      tied: the LM head is the embedding matrix.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    context: int = 2048
+    tied: bool = True
+
+    def __post_init__(self):
+        for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads"):
+            if getattr(self, field) < 1:
+                raise InputError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if self.num_heads % self.num_kv_heads:
+            raise InputError(
+                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
+                f"({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise InputError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig:
+    """Sizes of an EAGLE-1/2 head (arXiv 2401.15077, section 3.1).
+
+    Attributes:
+      draft_vocab_size: rows of the target's LM head that the head scores; equal to the target's
+        vocabulary when it is not reduced.
+      rope_theta: base of the drafter's own rotary positions; it may differ from the target's.
+      fc_bias: whether `fc` has a bias (released heads differ).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    fc_bias: bool = True
+
+    def __post_init__(self):
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise InputError(
+                f"draft_vocab_size must lie between 1 and vocab_size ({self.vocab_size}), "
+                f"got {self.draft_vocab_size}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeShape:
+    """The size of a draft tree.
+
+    Attributes:
+      nodes: tokens that the target checks in one pass, the root included; 1 is plain decoding.
+      depth: levels below the root, the longest run of drafts that one pass can accept.
+      top_k: children that a node may have, and nodes that each level expands; 1 is a chain.
+    """
+
+    nodes: int
+    depth: int
+    top_k: int = 1
+
+    def __post_init__(self):
+        if self.nodes < 1 or self.depth < 0 or self.top_k < 1:
+            raise InputError(
+                "a tree needs nodes >= 1, depth >= 0 and top_k >= 1, "
+                f"got nodes={self.nodes}, depth={self.depth}, top_k={self.top_k}"
+            )
+        if self.depth > self.nodes - 1:
+            raise InputError(
+                f"a tree of {self.nodes} nodes (root included) cannot be {self.depth} levels deep; "
+                f"use depth <= {self.nodes - 1} or more nodes"
+            )
+        if self.nodes - 1 > self.pool:
+            raise InputError(
+                f"depth={self.depth} and top_k={self.top_k} propose {self.pool} drafts at most, "
+                f"fewer than the {self.nodes - 1} that nodes={self.nodes} asks for; "
+                "raise depth or top_k, or lower nodes"
+            )
+
+    @property
+    def pool(self) -> int:
+        """Candidates that growing a tree of this depth and top_k scores."""
+        return self.top_k + (self.depth - 1) * self.top_k**2 if self.depth else 0
+
+
+PLAIN = TreeShape(nodes=1, depth=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the target draws a token from its logits.
+
+    The order is that of transformers: temperature, then top_k, then top_p.
+
+    Attributes:
+      temperature: 0 is greedy.
+      top_k: keep the k most likely tokens; 0 keeps all.
+      top_p: keep the smallest set of most likely tokens whose probability reaches top_p.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self):
+        if not 0.0 <= self.temperature < float("inf"):
+            raise InputError(f"temperature must be a number >= 0, got {self.temperature}")
+        if self.top_k < 0:
+            raise InputError(f"top_k must be >= 0 (0 keeps every token), got {self.top_k}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise InputError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def filtered(self) -> bool:
+        """Whether top_k or top_p removes tokens from a draw."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0)

@@ -1,0 +1,162 @@
+"""Compiled programs of one target, one drafter and one tree."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from eagle_jax.config import Sampling, TreeShape
+from eagle_jax.decode.cycle import cycle, prefill
+from eagle_jax.decode.state import DecodeState
+from eagle_jax.drafters.base import Drafter
+from eagle_jax.errors import InputError
+from eagle_jax.nn.cache import empty_cache
+from eagle_jax.sampling import Sampler
+from eagle_jax.target.transformer import Transformer
+
+CHUNK = 512  # prompt tokens a prefill step takes at most: bounds its memory and its programs
+
+
+def prompt_bucket(length: int) -> int:
+    """The power of two that a prompt of `length` tokens is padded to, from 16 to `CHUNK`."""
+    return min(CHUNK, max(16, 1 << (length - 1).bit_length()))
+
+
+def slot_bucket(length: int) -> int:
+    """Cache slots for `length` tokens: the next power of two, or three quarters of it, from 64."""
+    size = max(64, 1 << (length - 1).bit_length())
+    return size * 3 // 4 if length <= size * 3 // 4 else size
+
+
+class Engine:
+    """Runs decode cycles. Networks are split once; programs take their leaves as arguments.
+
+    Attributes:
+      compilations: how often each program (`prefill`, `cycle`, `run`) was traced.
+    """
+
+    def __init__(self, model: Transformer, drafter: Drafter, shape: TreeShape):
+        self.shape = shape
+        self.model, self.drafter = model, drafter
+        self.compilations: collections.Counter[str] = collections.Counter()
+        graph, state = nnx.split((model, drafter))
+        self._weights, structure = jax.tree.flatten(state)
+
+        def program(name, body):
+            def traced(weights, state, *arguments):
+                self.compilations[name] += 1
+                networks = nnx.merge(graph, jax.tree.unflatten(structure, weights))
+                return body(*networks, state, *arguments)
+
+            return jax.jit(traced, donate_argnums=1)
+
+        def step(model, drafter, state):
+            return cycle(model, drafter, state, shape)
+
+        def run(model, drafter, state):
+            body = functools.partial(step, model, drafter)
+            return jax.lax.while_loop(lambda state: ~state.done.all(), body, state)
+
+        self._prefill = program("prefill", prefill)
+        self._cycle = program("cycle", step)
+        self._run = program("run", run)
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        stops: Sequence[int],
+    ) -> DecodeState:
+        """Prefills the prompts and draws each row's first token.
+
+        Raises:
+          InputError: an empty prompt, a token id outside the vocabulary, or a prompt and budget
+            beyond the target's context.
+        """
+        config = self.model.config
+        check_prompts(prompts, max_new_tokens, config.vocab_size, config.context)
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        chunk = prompt_bucket(int(lengths.max()))
+        padded = -(-int(lengths.max()) // chunk) * chunk
+        window = int(lengths.max()) + max_new_tokens + self.shape.depth + 1
+        slots = slot_bucket(max(padded, window))
+        tokens = np.zeros((len(prompts), slots), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+        state = self._empty(tokens, lengths + max_new_tokens, sampling, seeds, stops)
+        shifted = np.roll(tokens, -1, axis=1)
+        for at in range(0, padded, chunk):
+            span = slice(at, at + chunk)
+            count = np.clip(lengths - at, 0, chunk).astype(np.int32)
+            final = (lengths > at) & (lengths <= at + chunk)
+            state = self._prefill(
+                self._weights, state, tokens[:, span], shifted[:, span], count, final
+            )
+        return state
+
+    def step(self, state: DecodeState) -> DecodeState:
+        """One cycle; the state given is donated."""
+        return self._cycle(self._weights, state)
+
+    def run(self, state: DecodeState) -> DecodeState:
+        """Cycles until every row is done, in one program; the state given is donated."""
+        return self._run(self._weights, state)
+
+    def compiled_cycle(self, state: DecodeState) -> Any:
+        """The compiled cycle for a state's shapes, for its memory analysis."""
+        return self._cycle.lower(self._weights, state).compile()
+
+    def _empty(self, tokens, limit, sampling: Sampling, seeds, stops) -> DecodeState:
+        batch, slots = tokens.shape
+        ends = np.broadcast_to(np.array([*stops, -1], np.int32), (batch, len(stops) + 1))
+        keys = [jax.random.key_data(jax.random.key(seed, impl="threefry2x32")) for seed in seeds]
+        return DecodeState(
+            tokens=jnp.asarray(tokens),
+            drafted=jnp.zeros((batch, slots), bool),
+            length=jnp.zeros(batch, jnp.int32),
+            limit=jnp.asarray(limit, jnp.int32),
+            done=jnp.zeros(batch, bool),
+            stops=jnp.asarray(ends),
+            passes=jnp.zeros(batch, jnp.int32),
+            accepted=jnp.zeros((batch, self.shape.depth), jnp.int32),
+            sampler=Sampler(
+                key=jnp.stack(keys),
+                temperature=jnp.full(batch, sampling.temperature, jnp.float32),
+                top_k=jnp.full(batch, sampling.top_k, jnp.int32),
+                top_p=jnp.full(batch, sampling.top_p, jnp.float32),
+                sampled=not sampling.greedy,
+                filtered=sampling.filtered,
+            ),
+            caches=empty_cache(self.model.config, batch, slots, self.model.embed[...].dtype),
+            drafter=self.drafter.init(batch, slots),
+        )
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, vocab_size: int, context: int
+) -> None:
+    """Refuses what cannot be decoded; see `Engine.start`."""
+    if not prompts:
+        raise InputError("no prompts were given")
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    for row, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise InputError(f"prompt {row} is empty; a prompt needs at least one token")
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise InputError(f"prompt {row}: token ids must lie in [0, {vocab_size})")
+        if len(prompt) + max_new_tokens > context:
+            raise InputError(
+                f"prompt {row} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} that "
+                f"is {len(prompt) + max_new_tokens}, beyond the target's context of {context}. "
+                "Shorten the prompt or lower max_new_tokens"
+            )

@@ -1,0 +1,91 @@
+"""The fastest tree for a machine: measured cost of a cycle against the head's measured tau."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from eagle_jax import hub
+from eagle_jax.config import PLAIN, TreeShape
+from eagle_jax.decode.measure import draft_ms, target_pass_ms
+from eagle_jax.drafters.load import LoadedDrafter
+from eagle_jax.target.load import Target
+
+GAIN = 1.03  # a tree must promise this much over plain decoding to be used
+UNMEASURED = TreeShape(nodes=4, depth=3, top_k=2)
+
+
+def best_tree(target: Target, drafter: LoadedDrafter) -> TreeShape:
+    """The tree that decodes fastest here; `PLAIN` where none beats plain decoding.
+
+    Costs are measured once a machine, backend, target and head, and kept in the user cache. A head
+    that carries no measured tau gets a small tree.
+    """
+    if not drafter.tau:
+        return UNMEASURED
+    store = hub.cache_root() / "tuning.json"
+    known, key = _load(store), _key(target, drafter)
+    if key not in known:
+        print("measuring the fastest tree for this machine, once ...", file=sys.stderr, flush=True)
+        known[key] = predict(target, drafter)
+        _save(store, {**_load(store), key: known[key]})
+    return fastest(known[key])
+
+
+def predict(target: Target, drafter: LoadedDrafter) -> list[dict[str, Any]]:
+    """For each tree of the head's table: its tau, the cycle's cost and the speedup to expect."""
+    nodes = sorted({1, *(row["nodes"] for row in drafter.tau)})
+    passes = {count: target_pass_ms(target, count) for count in nodes}
+    rows = []
+    for row in drafter.tau:
+        shape = TreeShape(row["nodes"], row["depth"], row["top_k"])
+        cost = passes[shape.nodes] + draft_ms(target, drafter, shape)
+        rows.append({**row, "cycle_ms": cost, "speedup": row["tau"] * passes[1] / cost})
+    return rows
+
+
+def fastest(rows: Sequence[Mapping[str, Any]]) -> TreeShape:
+    """The tree with the highest predicted speedup, or `PLAIN` where it is not worth it."""
+    best = max(rows, key=lambda row: row["speedup"])
+    if best["speedup"] < GAIN:
+        return PLAIN
+    return TreeShape(best["nodes"], best["depth"], best["top_k"])
+
+
+def _key(target: Target, drafter: LoadedDrafter) -> str:
+    facts = [
+        platform.node(),
+        platform.machine(),
+        os.cpu_count(),
+        jax.__version__,
+        jax.devices()[0].device_kind,
+        str(target.dtype),
+        target.config,
+        drafter.method,
+        [sorted(row.items()) for row in drafter.tau],
+    ]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """The stored measurements; an unreadable file counts as none, since it can be made again."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _save(path: Path, content: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.part")
+    temporary.write_text(json.dumps(content), encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,28 @@
+"""No drafts: a tree of one node, plain decoding."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from eagle_jax.config import TreeShape
+from eagle_jax.sampling import Draw
+from eagle_jax.tree import DraftTree, link
+
+
+class NoDrafter(nnx.Module):
+    """Proposes nothing, so that plain decoding runs the same cycle as speculation."""
+
+    method = "none"
+
+    def init(self, batch: int, length: int) -> tuple:
+        return ()
+
+    def observe(self, state, tokens, features, length, count) -> tuple:
+        return state
+
+    def propose(
+        self, state: tuple, root: jax.Array, length: jax.Array, draw: Draw, shape: TreeShape
+    ) -> DraftTree:
+        return link(root[:, None], jnp.zeros((len(root), 1), jnp.int32), 0)

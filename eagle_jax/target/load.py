@@ -1,0 +1,136 @@
+"""Loads a target: weights, configuration and tokenizer from one folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from eagle_jax import hub
+from eagle_jax.config import ModelConfig
+from eagle_jax.errors import FormatError, InputError
+from eagle_jax.nn.modules import fill
+from eagle_jax.target.families import model_config, target_tensors
+from eagle_jax.target.transformer import Transformer
+from eagle_jax.text import Tokenizer, eos_token_ids, load_tokenizer
+
+
+@dataclasses.dataclass(eq=False)
+class Target:
+    """A loaded target.
+
+    Attributes:
+      name: what it was loaded from.
+      model: the network.
+      tokenizer: its tokenizer, or None for a target that only sees token ids.
+      eos: token ids that end an answer.
+    """
+
+    name: str
+    model: Transformer
+    tokenizer: Tokenizer | None
+    eos: tuple[int, ...]
+    engines: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.model.embed[...].dtype
+
+
+def default_dtype() -> jnp.dtype:
+    """float32 on CPU, where bfloat16 products are slow, and bfloat16 on TPU and GPU."""
+    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+def load_target(name: str = hub.DEFAULT_TARGET, *, dtype: Any = None) -> Target:
+    """Loads a target by name.
+
+    Args:
+      name: `smollm2-135m` (fetched once into the user cache), a local folder in Hugging Face
+        layout, a `.gguf` file, or a Hugging Face id such as `org/model`.
+      dtype: of weights and caches; None picks `default_dtype()`.
+
+    Raises:
+      InputError: the name or the model's family is not supported.
+      FormatError: a file is missing, corrupt or inconsistent.
+      DownloadError: the weights could not be fetched.
+    """
+    folder = hub.resolve(str(name))
+    config = model_config(read_json(folder / "config.json"))
+    dtype = jnp.dtype(dtype or default_dtype())
+    reader = TensorFolder(folder)
+    if "lm_head.weight" not in reader and not config.tied:
+        config = dataclasses.replace(config, tied=True)
+    arrays = {path: jnp.asarray(a, dtype) for path, a in target_tensors(reader.read, config)}
+    model = fill(lambda: Transformer(config, rngs=nnx.Rngs(0)), arrays)
+    tokenizer = load_tokenizer(folder)
+    return Target(str(name), model, tokenizer, tuple(eos_token_ids(folder)))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; FormatError when it is missing or broken."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FormatError(f"{path.parent} has no {path.name}; a model folder needs one") from error
+    except ValueError as error:
+        raise FormatError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise FormatError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+class TensorFolder:
+    """Reads single tensors of `model.safetensors`, or of shards listed in an index file."""
+
+    def __init__(self, folder: Path):
+        index = folder / "model.safetensors.index.json"
+        self._files: dict[str, Path] = {}
+        if index.is_file():
+            for name, file in read_json(index).get("weight_map", {}).items():
+                if Path(file).name != file:
+                    raise FormatError(f"{index}: {file!r} is not a file name in this folder")
+                self._files[name] = folder / file
+        elif (folder / "model.safetensors").is_file():
+            path = folder / "model.safetensors"
+            with _open(path) as handle:
+                self._files = dict.fromkeys(handle.keys(), path)
+        else:
+            raise InputError(
+                f"{folder} holds no model.safetensors (or model.safetensors.index.json); "
+                "pass a folder in Hugging Face layout, a .gguf file, or a model id"
+            )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor by its name in the checkpoint."""
+        if name not in self._files:
+            raise FormatError(f"the checkpoint has no tensor {name!r}")
+        path = self._files[name]
+        with _open(path) as handle:
+            if name not in handle.keys():  # noqa: SIM118 (a handle is no mapping)
+                raise FormatError(f"{path} has no tensor {name!r}, which its index promises")
+            return handle.get_tensor(name)
+
+
+def _open(path: Path):
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="np")
+    except FileNotFoundError as error:
+        raise FormatError(f"{path} is missing") from error
+    except (SafetensorError, OSError) as error:
+        raise FormatError(f"{path} is not a readable safetensors file: {error}") from error

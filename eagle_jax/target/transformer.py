@@ -1,0 +1,89 @@
+"""The target's forward pass: one function for prefill, plain decoding and tree verification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from eagle_jax.config import ModelConfig
+from eagle_jax.nn.attention import LayerCache, Visible
+from eagle_jax.nn.layer import DecoderLayer
+from eagle_jax.nn.linear import matmul
+from eagle_jax.nn.modules import module_list
+from eagle_jax.nn.norm import RMSNorm
+from eagle_jax.nn.rope import rotation
+
+
+class Transformer(nnx.Module):
+    """A decoder-only transformer of the Llama architecture.
+
+    Layers are a Python list and unrolled when compiled: on CPU a scan over stacked weights copies
+    every layer's weights and costs a plain step 1.4 times as much.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        shape = (config.vocab_size, config.hidden_size)
+        self.embed = nnx.Param(jax.random.normal(rngs.params(), shape) * 0.02)
+        self.layers = module_list(
+            [
+                DecoderLayer(
+                    config.hidden_size,
+                    config.intermediate_size,
+                    config.num_heads,
+                    config.num_kv_heads,
+                    config.head_dim,
+                    config.norm_eps,
+                    rngs=rngs,
+                )
+                for _ in range(config.num_layers)
+            ]
+        )
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        head = jax.random.normal(rngs.params(), shape) * config.hidden_size**-0.5
+        self.lm_head = None if config.tied else nnx.Param(head)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        visible: Visible,
+        caches: Sequence[LayerCache] | None,
+        taps: Sequence[int] = (),
+    ) -> tuple[jax.Array, jax.Array, tuple[LayerCache, ...]]:
+        """Runs the layers; the LM head is a separate call, so that callers choose the rows.
+
+        Args:
+          tokens: `[B, N]` int32 token ids.
+          positions: `[B, N]` int32 absolute positions.
+          visible: what each row sees.
+          caches: one committed cache a layer, or None when nothing is committed.
+          taps: layers whose input (the residual stream) is returned, as EAGLE-3 fuses them.
+
+        Returns:
+          features `[B, N, hidden]` (after the final norm, the LM head's input), taps
+          `[B, N, len(taps) * hidden]`, and the fresh keys and values of each layer.
+        """
+        x = self.embed[...][tokens]
+        angles = rotation(positions, self.config.head_dim, self.config.rope_theta)
+        tapped, fresh = [], []
+        for index, layer in enumerate(self.layers):
+            if index in taps:
+                tapped.append(x)
+            with jax.named_scope(f"layer_{index}"):
+                x, rows = layer(x, angles, visible, None if caches is None else caches[index])
+            fresh.append(rows)
+        streams = jnp.concatenate(tapped, axis=-1) if tapped else x[..., :0]
+        return self.norm(x), streams, tuple(fresh)
+
+    @property
+    def head_weight(self) -> jax.Array:
+        """The LM head's matrix `[vocab, hidden]`."""
+        return self.embed[...] if self.lm_head is None else self.lm_head[...]
+
+    def head(self, features: jax.Array) -> jax.Array:
+        """Logits `[..., vocab]` in float32 for features `[..., hidden]`."""
+        return matmul(features, self.head_weight).astype(jnp.float32)

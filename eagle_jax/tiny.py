@@ -1,0 +1,53 @@
+"""A tiny random target and head: tests and notebooks run on them in seconds."""
+
+from __future__ import annotations
+
+import numpy as np
+from flax import nnx
+
+from eagle_jax.config import DrafterConfig, ModelConfig
+from eagle_jax.drafters.eagle import EagleHead
+from eagle_jax.drafters.load import LoadedDrafter, bind
+from eagle_jax.target.load import Target
+from eagle_jax.target.transformer import Transformer
+
+TINY = ModelConfig(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    context=96,
+    tied=False,
+)
+
+
+def tiny_target(seed: int = 0, config: ModelConfig = TINY, eos: tuple[int, ...] = ()) -> Target:
+    """A target with random weights, without a tokenizer, on any vocabulary size."""
+    model = Transformer(config, rngs=nnx.Rngs(seed))
+    # Random logits of unit scale lie close together; larger ones keep near ties away.
+    weight = model.embed if config.tied else model.lm_head
+    weight[...] = weight[...] * 4.0
+    return Target("tiny", model, None, eos)
+
+
+def tiny_drafter(target: Target, seed: int = 1, draft_vocab_size: int | None = None) -> LoadedDrafter:
+    """An EAGLE head with random weights for a target, with a reduced draft vocabulary or the full."""
+    sizes = target.config
+    config = DrafterConfig(
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        vocab_size=sizes.vocab_size,
+        draft_vocab_size=draft_vocab_size or sizes.vocab_size,
+    )
+    head = EagleHead(config, rngs=nnx.Rngs(seed))
+    ids = None
+    if draft_vocab_size:
+        rng = np.random.default_rng(seed)
+        ids = np.sort(rng.permutation(sizes.vocab_size)[:draft_vocab_size])
+    return LoadedDrafter("tiny-eagle", bind(head, ids, target))

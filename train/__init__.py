@@ -1,0 +1,1 @@
+"""Trains a drafter: the target's answers -> features -> fit -> evaluate -> export."""

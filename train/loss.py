@@ -1,0 +1,138 @@
+"""The EAGLE-1 objective, with optional unrolled steps.
+
+Feature regression (SmoothL1) plus a weighted soft cross-entropy of the tokens that follow (arXiv
+2401.15077, section 3.2). With more than one step the head is also trained on its own outputs, as it
+runs when it drafts (training-time test, arXiv 2503.01840, section 3): step s of row t reads the
+token t + 1 + s and its own prediction of step s - 1, attends to the true rows up to t and to its
+own rows of the steps 1..s, and predicts feature t + 1 + s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from eagle_jax.drafters.eagle import EagleHead
+from eagle_jax.nn.attention import Visible
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """Weights of the loss.
+
+    Attributes:
+      steps: unrolled steps, 1 is EAGLE-1.
+      step_decay: weight of step s is step_decay ** s.
+      feature_weight: of the SmoothL1 regression.
+      token_weight: of the soft cross-entropy.
+      noise: features are disturbed by a uniform draw from [-noise, noise] in training.
+    """
+
+    steps: int = 1
+    step_decay: float = 0.8
+    feature_weight: float = 1.0
+    token_weight: float = 0.1
+    noise: float = 0.1
+
+
+@struct.dataclass
+class Batch:
+    """Packed rows.
+
+    Attributes:
+      tokens: `[B, T]` int32.
+      features: `[B, T, hidden]` float32.
+      document: `[B, T]` int32, -1 is padding.
+      position: `[B, T]` int32.
+      weight: `[B, T]` float32 weight of each row's first prediction.
+    """
+
+    tokens: jax.Array
+    features: jax.Array
+    document: jax.Array
+    position: jax.Array
+    weight: jax.Array
+
+
+@struct.dataclass
+class Frozen:
+    """What the target lends: embedding `[V, hidden]`, LM head rows and ids of the draft vocabulary,
+    and a `[V]` bool of which ids these are."""
+
+    embed: jax.Array
+    head_rows: jax.Array
+    draft_ids: jax.Array
+
+
+def objective(
+    head: EagleHead, frozen: Frozen, batch: Batch, key: jax.Array | None, weights: Objective
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss and its parts.
+
+    Args:
+      key: PRNG key of the feature noise; None leaves the features undisturbed.
+
+    Returns:
+      The scalar loss, and sums by step: `hits` (the draft's best token is the target's),
+      `supervised` (weight of the rows), `feature_loss`, `token_loss`; each `[steps]`.
+    """
+    inputs = batch.features
+    if key is not None:
+        inputs += jax.random.uniform(key, inputs.shape, minval=-weights.noise, maxval=weights.noise)
+    rows = jnp.arange(batch.tokens.shape[1])
+    same = batch.document[:, :, None] == batch.document[:, None, :]
+    visible = same & (rows[:, None] >= rows)
+    diagonal = jnp.broadcast_to(rows[:, None] == rows, visible.shape)
+    length = jnp.zeros(len(batch.tokens), jnp.int32)
+    target_logits = batch.features @ frozen.head_rows.T
+    teacher = jax.nn.log_softmax(target_logits)
+
+    total, parts, earlier = 0.0, [], None
+    for step in range(weights.steps):
+        tokens = _ahead(batch.tokens, step + 1)
+        wanted = _ahead(batch.features, step + 1)
+        weight = jnp.where(
+            _ahead(batch.document, step, -1) == batch.document, _ahead(batch.weight, step), 0.0
+        )
+        predicted, earlier = head(
+            frozen.embed[tokens],
+            inputs,
+            batch.position + step,
+            Visible(length=length, fresh=visible),
+            None,
+            earlier,
+        )
+        loss, part = _step_loss(predicted, wanted, _ahead(teacher, step + 1), weight, frozen, weights)
+        total += weights.step_decay**step * loss
+        parts.append(part)
+        inputs = predicted
+        visible = jnp.concatenate([visible, diagonal], axis=2)
+    return total, {name: jnp.stack([part[name] for part in parts]) for name in parts[0]}
+
+
+def _step_loss(predicted, wanted, teacher, weight, frozen: Frozen, weights: Objective):
+    difference = jnp.abs(predicted - wanted)
+    smooth = jnp.where(difference < 1, 0.5 * difference**2, difference - 0.5).mean(axis=-1)
+    log_probs = jax.nn.log_softmax(predicted @ frozen.head_rows.T)
+    cross = -(jnp.exp(teacher) * log_probs).sum(axis=-1)
+    supervised = weight.sum()
+    feature_loss, token_loss = (weight * smooth).sum(), (weight * cross).sum()
+    loss = weights.feature_weight * feature_loss + weights.token_weight * token_loss
+    hit = jnp.argmax(log_probs, axis=-1) == jnp.argmax(teacher, axis=-1)
+    return loss / jnp.maximum(supervised, 1.0), {
+        "hits": (weight * hit).sum(),
+        "supervised": supervised,
+        "feature_loss": feature_loss,
+        "token_loss": token_loss,
+    }
+
+
+def _ahead(x: jax.Array, by: int, fill: int = 0) -> jax.Array:
+    """x moved `by` places towards the start of axis 1, filled at the end."""
+    if by == 0:
+        return x
+    pad = [(0, 0), (0, by)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, pad, constant_values=fill)[:, by:]
