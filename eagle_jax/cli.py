@@ -225,7 +225,9 @@ class _Writer:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from eagle_jax.bench import bench, show
+    from eagle_jax.bench.prompts import read_prompts
+    from eagle_jax.bench.report import show
+    from eagle_jax.bench.run import bench
     from eagle_jax.config import Sampling
 
     if arguments.runs < 1:
@@ -233,8 +235,6 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.json and not arguments.json.absolute().parent.is_dir():
         raise InputError(f"the folder of --json {arguments.json} does not exist")
     sampling = Sampling(arguments.temperature)
-    from eagle_jax.bench_prompts import read_prompts
-
     prompts = read_prompts(arguments.prompts)[: arguments.limit]
     target, drafter, tree = _load(arguments)
     report = bench(

@@ -1,4 +1,4 @@
-"""Static settings: model and drafter sizes, tree shape, sampling. Hashable and validated on creation."""
+"""Static settings: model and drafter sizes, tree shape, sampling; hashable and validated."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ TINY = ModelConfig(
     vocab_size=61,
     hidden_size=32,
     intermediate_size=48,
-    num_layers=3,
+    num_layers=2,
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
@@ -33,8 +33,10 @@ def tiny_target(seed: int = 0, config: ModelConfig = TINY, eos: tuple[int, ...] 
     return Target("tiny", model, None, eos)
 
 
-def tiny_drafter(target: Target, seed: int = 1, draft_vocab_size: int | None = None) -> LoadedDrafter:
-    """An EAGLE head with random weights for a target, with a reduced draft vocabulary or the full."""
+def tiny_drafter(
+    target: Target, seed: int = 1, draft_vocab_size: int | None = None
+) -> LoadedDrafter:
+    """An EAGLE head with random weights, on a reduced draft vocabulary or the full."""
     sizes = target.config
     config = DrafterConfig(
         hidden_size=sizes.hidden_size,

@@ -14,12 +14,9 @@ TREES = (
     TreeShape(4, 3, 1),
     TreeShape(4, 2, 2),
     TreeShape(4, 3, 2),
-    TreeShape(8, 3, 3),
     TreeShape(8, 4, 2),
-    TreeShape(8, 5, 3),
-    TreeShape(16, 4, 4),
-    TreeShape(16, 6, 4),
-    TreeShape(32, 6, 8),
+    TreeShape(8, 4, 3),
+    TreeShape(16, 5, 4),
 )
 
 

@@ -20,7 +20,9 @@ from train.data import Sample
 ROWS_PER_BATCH = 4096
 
 
-def extract(model: Transformer, samples: Sequence[Sample], folder: Path, progress=None) -> np.memmap:
+def extract(
+    model: Transformer, samples: Sequence[Sample], folder: Path, progress=None
+) -> np.memmap:
     """Writes the features of every token of every sample, in the samples' order.
 
     A killed run goes on where it stopped. Padding goes to multiples of 32 tokens.

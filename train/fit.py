@@ -170,7 +170,9 @@ def fit(
             params, opt_state, parts = update(params, opt_state, frozen, batch, noise)
             done = step + 1
             if done % config.checkpoint_every == 0 or done == steps:
-                total = [check(params, frozen, valid.batch(np.array([r]))) for r in range(len(valid))]
+                total = [
+                    check(params, frozen, valid.batch(np.array([r]))) for r in range(len(valid))
+                ]
                 summed = jax.tree.map(lambda *x: np.sum(x, axis=0), *total)
                 row = {"step": done, "steps": steps, "seconds": time.perf_counter() - started}
                 row |= _ratios("train", parts) | _ratios("valid", summed)

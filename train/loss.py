@@ -105,7 +105,9 @@ def objective(
             None,
             earlier,
         )
-        loss, part = _step_loss(predicted, wanted, _ahead(teacher, step + 1), weight, frozen, weights)
+        loss, part = _step_loss(
+            predicted, wanted, _ahead(teacher, step + 1), weight, frozen, weights
+        )
         total += weights.step_decay**step * loss
         parts.append(part)
         inputs = predicted

@@ -32,7 +32,7 @@ def prompt_bucket(length: int) -> int:
 def slot_bucket(length: int) -> int:
     """Cache slots for `length` tokens: the next power of two, or three quarters of it, from 64."""
     size = max(64, 1 << (length - 1).bit_length())
-    return size * 3 // 4 if length <= size * 3 // 4 else size
+    return size * 3 // 4 if size > 64 and length <= size * 3 // 4 else size
 
 
 class Engine:

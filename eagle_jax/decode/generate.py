@@ -104,7 +104,16 @@ def generate(
       InputError: see `Engine.start`; also a text without a tokenizer.
     """
     run = _Run(
-        target, drafter, prompts, max_new_tokens, sampling, seed, tree, stop_tokens, ignore_eos, chat
+        target,
+        drafter,
+        prompts,
+        max_new_tokens,
+        sampling,
+        seed,
+        tree,
+        stop_tokens,
+        ignore_eos,
+        chat,
     )
     begin = time.perf_counter()
     state = run.start()
@@ -130,7 +139,9 @@ def stream(
     def pieces():
         begin = time.perf_counter()
         state = run.start()
-        decoders = [target.tokenizer.stream_decoder() for _ in run.ids] if target.tokenizer else None
+        decoders = (
+            [target.tokenizer.stream_decoder() for _ in run.ids] if target.tokenizer else None
+        )
         sent = [0] * len(run.ids)
         middle = None
         while True:

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from flax import nnx, struct
 
 from eagle_jax.config import DrafterConfig, TreeShape
-from eagle_jax.nn.cache import commit_rows, empty_layer
-from eagle_jax.sampling import Draw
-from eagle_jax.tree import DraftTree, Expansion, grow
 from eagle_jax.nn.attention import LayerCache, Visible
+from eagle_jax.nn.cache import commit_rows, empty_layer
 from eagle_jax.nn.layer import DecoderLayer
 from eagle_jax.nn.linear import Linear, matmul
 from eagle_jax.nn.rope import rotation
+from eagle_jax.sampling import Draw
+from eagle_jax.tree import DraftTree, Expansion, grow
 
 
 class EagleHead(nnx.Module):

@@ -16,7 +16,9 @@ module_list = getattr(nnx, "List", list)
 def parameter_shapes(build: Callable[[], nnx.Module]) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters that `build()` would create, by dotted path; allocates nothing."""
     state = nnx.state(nnx.eval_shape(build), nnx.Param)
-    return {_dotted(path): jax.tree.leaves(leaf)[0].shape for path, leaf in nnx.to_flat_state(state)}
+    return {
+        _dotted(path): jax.tree.leaves(leaf)[0].shape for path, leaf in nnx.to_flat_state(state)
+    }
 
 
 def fill(build: Callable[[], nnx.Module], arrays: Mapping[str, jax.Array]) -> nnx.Module:
@@ -30,9 +32,14 @@ def fill(build: Callable[[], nnx.Module], arrays: Mapping[str, jax.Array]) -> nn
       FormatError: a parameter is missing, unknown, or of another shape.
     """
     expected = parameter_shapes(build)
-    missing, extra = sorted(expected.keys() - arrays.keys()), sorted(arrays.keys() - expected.keys())
+    missing, extra = (
+        sorted(expected.keys() - arrays.keys()),
+        sorted(arrays.keys() - expected.keys()),
+    )
     if missing or extra:
-        raise FormatError(f"weights do not fit the model: missing {missing[:4]}, unknown {extra[:4]}")
+        raise FormatError(
+            f"weights do not fit the model: missing {missing[:4]}, unknown {extra[:4]}"
+        )
     for name, shape in expected.items():
         if tuple(arrays[name].shape) != tuple(shape):
             raise FormatError(

@@ -14,7 +14,7 @@ def rotation(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Arr
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates heads x `[B, N, heads, head_dim]` by angles given as cos, sin `[B, N, head_dim/2]`."""
+    """Rotates heads x `[B, N, heads, head_dim]` by angles `[B, N, head_dim / 2]`."""
     cos, sin = cos[:, :, None, :].astype(x.dtype), sin[:, :, None, :].astype(x.dtype)
     low, high = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)

@@ -1,192 +1,269 @@
-"""Converts a GGUF file of the llama architecture to a folder in Hugging Face layout, in float32."""
+"""Converts a GGUF file of the llama architecture to a folder in Hugging Face layout.
+
+The folder holds `config.json`, `generation_config.json`, `model.safetensors` (float32),
+`tokenizer.json` and `tokenizer_config.json`. Weights are dequantised and nothing else is changed,
+so that the target computes what llama.cpp would compute in float32.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eagle_jax.errors import FormatError, InputError
+from eagle_jax.errors import FormatError
+from eagle_jax.target.gguf_tokenizer import build_tokenizer
 
-LAYER_NAMES = {
+_REQUIRED = object()
+_ROWS_AT_ONCE = 4096  # of a matrix, so that a large embedding is never held whole in float32
+
+# GGUF names of a layer's tensors, and the module that carries the weight in Hugging Face's names.
+_LAYER = {
+    "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
-    "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-OUTER_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-CONTROL_TOKEN = 3  # tokenizer.ggml.token_type of special tokens
-QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# Llama 3 differs from Qwen 2 only in keeping up to three digits together.
-LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+
+Expected = dict[str, tuple[str, tuple[int, ...]]]
 
 
-def convert(path: Path, folder: Path) -> None:
-    """Writes config.json, model.safetensors and the tokenizer of a GGUF file into `folder`.
-
-    Raises:
-      FormatError: the file is truncated, or lacks metadata or tensors.
-      InputError: the architecture, the tokenizer or a quantisation is not supported.
-    """
-    from safetensors.numpy import save_file
-
-    reader = _read(path)
-    fields = reader.fields
-
-    def get(name: str, default: Any = None) -> Any:
-        if name in fields:
-            return fields[name].contents()
-        if default is not None:
-            return default
-        raise FormatError(f"{path} lacks the metadata field {name!r}")
-
-    architecture = get("general.architecture")
-    if architecture != "llama":
-        raise InputError(
-            f"{path}: supported GGUF architectures: llama; this file's is {architecture!r}"
-        )
-    tensors = _tensors(reader, path, get("llama.attention.head_count"), get)
-    embedding = tensors["model.embed_tokens.weight"]
-    hidden, heads = get("llama.embedding_length"), get("llama.attention.head_count")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "vocab_size": int(embedding.shape[0]),
-        "hidden_size": hidden,
-        "intermediate_size": get("llama.feed_forward_length"),
-        "num_hidden_layers": get("llama.block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": get("llama.attention.head_count_kv", heads),
-        "head_dim": get("llama.rope.dimension_count", hidden // heads),
-        # GGUF keeps float32; 9.99999974e-06 stands for 1e-05.
-        "rms_norm_eps": float(f"{get('llama.attention.layer_norm_rms_epsilon'):.6g}"),
-        "rope_theta": float(get("llama.rope.freq_base", 10_000.0)),
-        "max_position_embeddings": get("llama.context_length"),
-        "tie_word_embeddings": "lm_head.weight" not in tensors,
-        "bos_token_id": get("tokenizer.ggml.bos_token_id", -1),
-        "eos_token_id": get("tokenizer.ggml.eos_token_id"),
-        "torch_dtype": "float32",
-    }
-    if config["bos_token_id"] < 0:
-        del config["bos_token_id"]
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(get, folder)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-
-
-def _read(path: Path):
-    import gguf
-
-    try:
-        return gguf.GGUFReader(path)
-    except Exception as error:  # the reader raises whatever a broken header makes it trip over
-        raise FormatError(
-            f"{path} is not a readable GGUF file (truncated or corrupt): "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
-def _tensors(reader, path: Path, heads: int, get) -> dict[str, np.ndarray]:
-    import gguf
-
-    kv_heads = get("llama.attention.head_count_kv", heads)
-    out: dict[str, np.ndarray] = {}
-    for tensor in reader.tensors:
-        try:
-            array = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        except (NotImplementedError, ValueError) as error:
-            raise InputError(f"{path}: cannot dequantise {tensor.name}: {error}") from error
-        name = OUTER_NAMES.get(tensor.name)
-        part = tensor.name.split(".")
-        if name is None and len(part) == 4 and part[0] == "blk" and part[2] in LAYER_NAMES:
-            name = f"model.layers.{part[1]}.{LAYER_NAMES[part[2]]}.weight"
-            if part[2] in ("attn_q", "attn_k"):
-                array = interleaved_to_halves(array, heads if part[2] == "attn_q" else kv_heads)
-        if name is None:
-            if tensor.name == "rope_freqs.weight":
-                raise InputError(f"{path}: rotary frequency factors are not supported")
-            raise FormatError(f"{path}: unknown tensor {tensor.name!r}")
-        out[name] = np.ascontiguousarray(array)
-    layers = get("llama.block_count")
-    wanted = {"model.embed_tokens.weight", "model.norm.weight"} | {
-        f"model.layers.{i}.{n}.weight" for i in range(layers) for n in LAYER_NAMES.values()
-    }
-    if missing := sorted(wanted - out.keys()):
-        raise FormatError(f"{path} lacks {len(missing)} tensors, such as {missing[0]}")
-    return out
-
-
-def interleaved_to_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Undoes llama.cpp's order of query and key rows.
-
-    llama.cpp rotates neighbouring rows of a head as a pair; Hugging Face checkpoints pair row i of a
-    head's first half with row i of its second half.
+def convert(
+    path: Path, folder: Path, progress: Callable[[int, int], None] = lambda done, total: None
+) -> None:
+    """Writes the files of a model folder.
 
     Args:
-      weight: `[heads * head_dim, hidden]`.
+      path: the GGUF file.
+      folder: where to, made if absent. After an error it may hold some of the files: the caller
+        is the one who makes the whole atomic.
+      progress: called with the numbers of tensors written so far and in all.
+
+    Raises:
+      FormatError: the file is truncated or no GGUF file, its architecture or tokenizer is not
+        supported, or metadata or tensors are missing.
+      OSError: reading or writing failed.
     """
-    rows, hidden = weight.shape
-    pairs = weight.reshape(heads, rows // heads // 2, 2, hidden)
-    return pairs.transpose(0, 2, 1, 3).reshape(rows, hidden)
+    metadata, tensors = _read(path)
+    config = _config(metadata)
+    expected = _expected_tensors(config)
+    _check_tensors(path, tensors, expected)
+    config["tie_word_embeddings"] = all(t.name != "output.weight" for t in tensors)
+    tokenizer, tokenizer_config = build_tokenizer(path, metadata.get, config["vocab_size"])
 
-
-def _write_tokenizer(get, folder: Path) -> None:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    model = get("tokenizer.ggml.model")
-    if model != "gpt2":
-        raise InputError(f"supported GGUF tokenizers: gpt2 (byte-level BPE); this one is {model!r}")
-    tokens = get("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ")) for merge in get("tokenizer.ggml.merges")]
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    after_split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-
-    def split(pattern: str):
-        return [pre_tokenizers.Split(Regex(pattern), "isolated"), after_split]
-
-    known = {
-        "gpt-2": [plain],
-        "smollm": [pre_tokenizers.Digits(individual_digits=True), plain],
-        "llama-bpe": split(LLAMA3_SPLIT),
-        "llama3": split(LLAMA3_SPLIT),
-        "qwen2": split(QWEN2_SPLIT),
-    }
-    pre = get("tokenizer.ggml.pre", "gpt-2")
-    if pre not in known:
-        raise InputError(f"supported GGUF pre-tokenizers: {', '.join(known)}; this one is {pre!r}")
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(known[pre])
-    tokenizer.decoder = decoders.ByteLevel()
-    kinds = get("tokenizer.ggml.token_type")
-    special = [t for t, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    generation = {key: value for key, value in ids.items() if value is not None}
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", generation)
+    _write_json(folder / "tokenizer_config.json", tokenizer_config)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": get("llama.context_length"),
+    heads = {
+        "attn_q": config["num_attention_heads"],
+        "attn_k": config["num_key_value_heads"],
     }
-    for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        index = get(f"tokenizer.ggml.{theirs}_token_id", -1)
-        if 0 <= index < len(tokens):
-            config[f"{ours}_token"] = tokens[index]
-    if template := get("tokenizer.chat_template", ""):
-        config["chat_template"] = template
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    _write_safetensors(folder / "model.safetensors", tensors, expected, heads, path, progress)
+
+
+class _Metadata:
+    """The key-value part of a GGUF file, with errors that name the file and the key."""
+
+    def __init__(self, path: Path, fields: dict[str, Any]):
+        self.path = path
+        self._fields = fields
+
+    def get(self, key: str, default: Any = _REQUIRED) -> Any:
+        if key in self._fields:
+            return self._fields[key].contents()
+        if default is _REQUIRED:
+            raise FormatError(f"{self.path}: the metadata lack {key!r}")
+        return default
+
+    def number(self, key: str, default: Any = _REQUIRED) -> int | float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise FormatError(f"{self.path}: {key!r} should be one number, found {value!r:.60}")
+        return value
+
+
+def _read(path: Path) -> tuple[_Metadata, list[Any]]:
+    from gguf import GGUFReader
+
+    with open(path, "rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise FormatError(f"{path} is no GGUF file: it starts with {magic!r}, expected b'GGUF'")
+    try:
+        reader = GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
+        # The reader slices a memory map and trips over whatever is missing.
+        raise FormatError(
+            f"{path} is truncated or corrupt ({path.stat().st_size} bytes; the reader says: "
+            f"{error}); fetch it again"
+        ) from error
+    return _Metadata(path, reader.fields), list(reader.tensors)
+
+
+def _config(metadata: _Metadata) -> dict[str, Any]:
+    """The content of `config.json`, as transformers' LlamaConfig writes it."""
+    path, number = metadata.path, metadata.number
+    architecture = metadata.get("general.architecture")
+    if architecture != "llama":
+        raise FormatError(f"{path}: expected the architecture 'llama', found {architecture!r}")
+    if number("split.count", 1) > 1:
+        raise FormatError(f"{path} is one part of a split model; merge the parts into one file")
+    if number("llama.expert_count", 0) > 0:
+        raise FormatError(f"{path}: mixture-of-experts models are not supported")
+    scaling = metadata.get("llama.rope.scaling.type", "none")
+    if scaling != "none":
+        raise FormatError(f"{path}: rotary scaling {scaling!r} is not supported (only 'none')")
+
+    hidden = int(number("llama.embedding_length"))
+    heads = int(number("llama.attention.head_count"))
+    head_dim = int(number("llama.attention.key_length", hidden // max(heads, 1)))
+    rotary = int(number("llama.rope.dimension_count", head_dim))
+    if rotary != head_dim:
+        raise FormatError(
+            f"{path}: expected rotary angles over the whole head ({head_dim}), found {rotary}"
+        )
+    ends = [metadata.get(f"tokenizer.ggml.{kind}_token_id", None) for kind in ("eos", "eot", "eom")]
+    ends = list(dict.fromkeys(end for end in ends if end is not None))
+    vocab_size = number("llama.vocab_size", len(metadata.get("tokenizer.ggml.tokens")))
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": int(vocab_size),
+        "hidden_size": hidden,
+        "intermediate_size": int(number("llama.feed_forward_length")),
+        "num_hidden_layers": int(number("llama.block_count")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(number("llama.attention.head_count_kv", heads)),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": int(number("llama.context_length")),
+        "rms_norm_eps": _shortest(number("llama.attention.layer_norm_rms_epsilon")),
+        "rope_theta": _shortest(number("llama.rope.freq_base", 10_000.0)),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id", None),
+        "eos_token_id": ends[0] if len(ends) == 1 else (ends or None),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id", None),
+        "torch_dtype": "float32",
+    }
+
+
+def _shortest(value: float) -> float:
+    """The float32 value's shortest decimal: 1e-05 where Python would show 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _expected_tensors(config: dict[str, Any]) -> Expected:
+    """GGUF name -> (Hugging Face name, shape) of every tensor that a llama may have."""
+    hidden, inner, vocab = (config[f"{k}_size"] for k in ("hidden", "intermediate", "vocab"))
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    shapes = {
+        "attn_q": (queries, hidden),
+        "attn_k": (keys, hidden),
+        "attn_v": (keys, hidden),
+        "attn_output": (hidden, queries),
+        "ffn_gate": (inner, hidden),
+        "ffn_up": (inner, hidden),
+        "ffn_down": (hidden, inner),
+    }
+    expected = {
+        "token_embd.weight": ("model.embed_tokens.weight", (vocab, hidden)),
+        "output_norm.weight": ("model.norm.weight", (hidden,)),
+        "output.weight": ("lm_head.weight", (vocab, hidden)),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        for part, module in _LAYER.items():
+            name = f"model.layers.{layer}.{module}.weight"
+            expected[f"blk.{layer}.{part}.weight"] = (name, shapes.get(part, (hidden,)))
+    return expected
+
+
+def _check_tensors(path: Path, tensors: list[Any], expected: Expected) -> None:
+    found = {t.name: tuple(int(n) for n in reversed(t.shape)) for t in tensors}
+    if "rope_freqs.weight" in found:
+        raise FormatError(f"{path}: rotary scaling by frequency (rope_freqs) is not supported")
+    missing = [name for name in expected if name not in found and name != "output.weight"]
+    unknown = [name for name in found if name not in expected]
+    for what, names in (("lacks", missing), ("has unknown", unknown)):
+        if names:
+            raise FormatError(f"{path} {what} tensors ({len(names)}): {', '.join(names[:3])}")
+    for name, shape in found.items():
+        if shape != expected[name][1]:
+            raise FormatError(f"{path}: {name} should have shape {expected[name][1]}, has {shape}")
+
+
+def _write_safetensors(
+    path: Path,
+    tensors: list[Any],
+    expected: Expected,
+    heads: dict[str, int],
+    source: Path,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Writes float32 tensors one after the other.
+
+    safetensors' own writer wants all arrays at once, four to eight times the size of the GGUF
+    file. Sizes are known beforehand, so the header can be written first.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        name, shape = expected[tensor.name]
+        end = offset + 4 * int(np.prod(shape))
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    with open(path, "wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for done, tensor in enumerate(tensors, 1):
+            part = tensor.name.split(".")[-2]
+            for block in _float32_blocks(tensor, heads.get(part), source):
+                file.write(np.ascontiguousarray(block, "<f4"))
+            progress(done, len(tensors))
+
+
+def _float32_blocks(tensor: Any, heads: int | None, source: Path) -> Iterator[np.ndarray]:
+    """Dequantised rows of a tensor in order; `heads` is given for q and k projections."""
+    from gguf import dequantize
+
+    rows = tensor.data.shape[0]
+    step = rows if heads else _ROWS_AT_ONCE
+    for start in range(0, rows, step):
+        try:
+            block = dequantize(tensor.data[start : start + step], tensor.tensor_type)
+        except NotImplementedError as error:
+            kind = tensor.tensor_type.name
+            raise FormatError(f"{source}: {tensor.name}: cannot dequantise {kind}") from error
+        yield unpermute(block, heads) if heads else block
+
+
+def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Undoes llama.cpp's order of rows in a q or k projection.
+
+    llama.cpp rotates neighbouring rows of a head; Hugging Face rotates row i of a head with row
+    i + head_dim / 2. The converter to GGUF interleaves the halves; this takes them apart again.
+
+    Args:
+      weight: [heads * head_dim, in].
+      heads: number of heads of this projection.
+    """
+    pairs = weight.reshape(heads, -1, 2, weight.shape[-1])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

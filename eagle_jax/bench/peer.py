@@ -20,7 +20,9 @@ def transformers_tokens_per_s(target: Target, prompts: Sequence[str], max_new_to
         import torch
         from transformers import AutoModelForCausalLM
     except ImportError as error:
-        raise InputError("--transformers needs torch; install it or leave the option out") from error
+        raise InputError(
+            "--transformers needs torch; install it or leave the option out"
+        ) from error
     folder = hub.resolve(target.name)
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
     seconds = tokens = 0

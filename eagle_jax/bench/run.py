@@ -11,19 +11,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from eagle_jax.bench_prompts import BenchPrompt
+from eagle_jax.bench.margins import margins
+from eagle_jax.bench.prompts import BenchPrompt
+from eagle_jax.bench.report import summarise
 from eagle_jax.config import PLAIN, Sampling, TreeShape
 from eagle_jax.decode.generate import NO_DRAFTER, Generation, encode, engine, generate
 from eagle_jax.decode.measure import cost_curve_ms, cycle_ms, draft_ms
 from eagle_jax.decode.tune import best_tree
 from eagle_jax.drafters.load import LoadedDrafter
 from eagle_jax.drafters.replay import ReplayDrafter
-from eagle_jax.nn.attention import Visible
-from eagle_jax.sampling import Sampler
 from eagle_jax.target.load import Target
 
 CURVE = (1, 2, 4, 8, 16, 32, 64)
@@ -61,14 +59,15 @@ def bench(
         plain = generate(target, None, ids, **options)
         used = _replay(target, ids, plain) if replay else drafter
         spec = generate(target, used, ids, tree=tree, **options)
-        compile_s += time.perf_counter() - began
-        times = {"plain": [], "speculative": []}
+        first = time.perf_counter() - began
+        times: dict[str, list[float]] = {"plain": [], "speculative": []}
+        steady: list[float] = []
         for _ in range(runs):
             for kind, with_drafter in (("plain", None), ("speculative", used)):
                 result = generate(target, with_drafter, ids, tree=tree, **options)
                 times[kind].append(result.stats.seconds)
-                compile_s -= result.stats.seconds + result.stats.prefill_seconds
-        compile_s += sum(map(sum, times.values()))
+                steady.append(result.stats.seconds + result.stats.prefill_seconds)
+        compile_s += max(0.0, first - sum(steady) / runs)
         rows.append(_row(target, prompt, ids, plain, spec, times, sampling, seed))
         if replay:
             target.engines.pop((used, tree), None)
@@ -79,11 +78,11 @@ def bench(
     report["target"] = target.name
     report["settings"] = {"max_new_tokens": max_new_tokens, "runs": runs, "seed": seed}
     report["settings"]["temperature"] = sampling.temperature
-    report["compile_s"] = max(0.0, compile_s)
+    report["compile_s"] = compile_s
     report |= _parts(target, drafter, tree, encode(target, prompts[0].text, chat=True))
     report |= _where()
     if transformers:
-        from eagle_jax.bench_transformers import transformers_tokens_per_s
+        from eagle_jax.bench.peer import transformers_tokens_per_s
 
         found = transformers_tokens_per_s(target, [p.text for p in prompts], max_new_tokens)
         report["transformers_tokens_per_s"] = found
@@ -125,83 +124,6 @@ def _row(target, prompt, ids, plain: Generation, spec: Generation, times, sampli
     }
 
 
-def margins(target: Target, ids: Sequence[int], sampling: Sampling, seed: int) -> np.ndarray:
-    """How far the best perturbed logit lies above the second best after each of the ids.
-
-    A teacher-forced pass over the whole text; two programs whose products round differently can
-    only part where this is small.
-
-    Returns:
-      `[len(ids)]` float32.
-    """
-    graph, state = nnx.split(target.model)
-    width = 1 << (len(ids) - 1).bit_length()
-    tokens = np.zeros((1, width), np.int32)
-    tokens[0, : len(ids)] = ids
-    sampler = Sampler(
-        key=jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))[None],
-        temperature=jnp.full(1, sampling.temperature),
-        top_k=jnp.full(1, sampling.top_k),
-        top_p=jnp.full(1, sampling.top_p),
-        sampled=not sampling.greedy,
-        filtered=sampling.filtered,
-    )
-
-    @jax.jit
-    def run(state, tokens):
-        model = nnx.merge(graph, state)
-        at = jnp.arange(width)
-        visible = Visible(jnp.zeros(1, jnp.int32), (at[:, None] >= at)[None])
-        features, _, _ = model(tokens, at[None], visible, None)
-
-        def margin(position):
-            draw = sampler.draw(position[None] + 1, 1, target.config.vocab_size)
-            scores = draw.perturb(model.head(features[:, position][:, None]), 0)
-            best = jax.lax.top_k(scores[0, 0], 2)[0]
-            return best[0] - best[1]
-
-        return jax.lax.map(margin, at)
-
-    return np.asarray(run(state, tokens))[: len(ids)]
-
-
-def summarise(rows: Sequence[dict]) -> dict[str, Any]:
-    """Totals over prompts, and the same by category."""
-    report = _total(rows)
-    divergences = [row["divergence"] for row in rows if row["divergence"]]
-    report["identical"] = not divergences
-    report["divergences"] = divergences
-    categories = sorted({row["category"] for row in rows})
-    report["categories"] = {
-        name: _total([row for row in rows if row["category"] == name]) for name in categories
-    }
-    return report
-
-
-def _total(rows: Sequence[dict]) -> dict[str, Any]:
-    passes = sum(row["passes"] for row in rows)
-    ratios = [ratio for row in rows for ratio in row["ratios"]]
-    plain = sum((row["tokens"] - 1) / row["plain_tokens_per_s"] for row in rows)
-    spec = sum((row["tokens"] - 1) / row["speculative_tokens_per_s"] for row in rows)
-    written = sum(row["tokens"] - 1 for row in rows)
-    accepted = np.sum([row["accepted"] for row in rows], axis=0)
-    return {
-        "tau": written / max(1, passes),
-        "acceptance_by_depth": (accepted / max(1, passes)).tolist(),
-        "plain_tokens_per_s": written / plain if plain else 0.0,
-        "speculative_tokens_per_s": written / spec if spec else 0.0,
-        "speedup": statistics.median(ratios),
-        "speedup_interval": _interval(ratios),
-        "tokens": written,
-    }
-
-
-def _interval(ratios: Sequence[float], draws: int = 2000) -> list[float]:
-    """A 95 % bootstrap interval of the median, from fixed draws."""
-    chosen = np.random.default_rng(0).choice(np.asarray(ratios), (draws, len(ratios)))
-    return [float(x) for x in np.percentile(np.median(chosen, axis=1), [2.5, 97.5])]
-
-
 def _parts(target: Target, drafter: LoadedDrafter | None, tree: TreeShape, ids) -> dict[str, Any]:
     curve = cost_curve_ms(target, sorted({*CURVE, tree.nodes}))
     report: dict[str, Any] = {"cost_curve_ms": {str(n): curve[n] for n in CURVE}}
@@ -236,35 +158,3 @@ def _where() -> dict[str, Any]:
 def _line(row: dict) -> str:
     same = "identical" if row["divergence"] is None else f"diverges {row['divergence']}"
     return f"{row['id']} ({row['category']}): tau {row['tau']:.2f} {row['speedup']:.2f}x {same}"
-
-
-def show(report: dict[str, Any]) -> None:
-    """Prints the report as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{report['target']}, drafter {report['drafter']}, tree {report['tree']}")
-    for column in ("category", "tau", "plain tokens/s", "speculative tokens/s", "speedup"):
-        table.add_column(column, justify="left" if column == "category" else "right")
-    for name, part in [*report["categories"].items(), ("all", report)]:
-        figures = ("tau", "plain_tokens_per_s", "speculative_tokens_per_s", "speedup")
-        table.add_row(name, *(f"{part[figure]:.2f}" for figure in figures))
-    console = Console()
-    console.print(table)
-    curve = ", ".join(f"{n}: {ms:.1f}" for n, ms in report["cost_curve_ms"].items())
-    low, high = report["speedup_interval"]
-    console.print(f"speedup interval (95 %): {low:.2f} to {high:.2f}", highlight=False)
-    console.print(f"target pass in ms by nodes: {curve}", highlight=False)
-    console.print(
-        f"cycle {report['cycle_ms']:.1f} ms, draft {report['draft_ms']:.1f} ms, overhead "
-        f"{report['overhead_ms']:.1f} ms; compile {report['compile_s']:.0f} s",
-        highlight=False,
-    )
-    same = "yes" if report["identical"] else f"no: {report['divergences']}"
-    console.print(f"identical to plain decoding: {same}", highlight=False)
-    if "transformers_tokens_per_s" in report:
-        console.print(
-            f"transformers: {report['transformers_tokens_per_s']:.1f} tokens/s; plain decoding is "
-            f"{report['plain_over_transformers']:.2f}x that",
-            highlight=False,
-        )

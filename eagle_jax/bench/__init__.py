@@ -1,0 +1,1 @@
+"""Plain and speculative decoding, measured side by side."""

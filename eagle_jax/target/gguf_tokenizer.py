@@ -1,0 +1,157 @@
+"""The tokenizer inside a GGUF file, rebuilt with the `tokenizers` library.
+
+transformers has a converter of its own, which ignores `tokenizer.ggml.pre`, the name of the way
+text is cut into words. SmolLM2 then gets "\\n", "\\n", "5" where "\\n\\n", "5" is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle_jax.errors import FormatError
+
+# How text is cut into words before byte pairs are merged, by the name that llama.cpp gives it.
+_PRE_TOKENIZERS = {
+    "gpt-2": "gpt2",
+    "smollm": "digits",
+    "starcoder": "digits",
+    "llama-bpe": "llama3",
+    "llama3": "llama3",
+    "llama-v3": "llama3",
+    "qwen2": "qwen2",
+    "deepseek-r1-qwen": "qwen2",
+}
+_WORD = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's types of tokens that text is searched for first
+
+
+def build_tokenizer(
+    path: Path, get: Callable[..., Any], vocab_size: int
+) -> tuple[Any, dict[str, Any]]:
+    """Builds the `tokenizers.Tokenizer` and the content of `tokenizer_config.json`.
+
+    Args:
+      path: the GGUF file, for messages.
+      get: `get(key)` and `get(key, default)` give metadata; the first raises FormatError.
+      vocab_size: rows of the embedding.
+
+    Raises:
+      FormatError: the kind of tokenizer is not supported, or its parts do not fit together.
+    """
+    model, pre = get("tokenizer.ggml.model"), get("tokenizer.ggml.pre", None)
+    if model != "gpt2":
+        raise FormatError(
+            f"{path}: expected a byte-level BPE tokenizer ('gpt2'), found {model!r}; pass the "
+            "model's folder in Hugging Face layout instead"
+        )
+    tokens = get("tokenizer.ggml.tokens")
+    if len(tokens) > vocab_size:
+        raise FormatError(f"{path}: {len(tokens)} tokens, but only {vocab_size} embedding rows")
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": int(get("llama.context_length")),
+    }
+    for role, name in {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}.items():
+        index = get(f"tokenizer.ggml.{name}_token_id", None)
+        if index is not None:
+            if not 0 <= index < len(tokens):
+                raise FormatError(f"{path}: {name}_token_id {index} lies outside the vocabulary")
+            config[f"{role}_token"] = tokens[index]
+    if template := get("tokenizer.chat_template", None):
+        config["chat_template"] = template
+
+    # llama.cpp lets the metadata decide; where they are silent, it adds BOS for Llama 3 only.
+    before = get("tokenizer.ggml.add_bos_token", pre in ("llama-bpe", "llama3", "llama-v3"))
+    after = get("tokenizer.ggml.add_eos_token", False)
+    try:
+        tokenizer = byte_level_bpe(
+            tokens,
+            get("tokenizer.ggml.merges"),
+            get("tokenizer.ggml.token_type"),
+            pre,
+            before=config.get("bos_token") if before else None,
+            after=config.get("eos_token") if after else None,
+        )
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
+    return tokenizer, config
+
+
+def byte_level_bpe(
+    tokens: Sequence[str],
+    merges: Sequence[str],
+    types: Sequence[int],
+    pre: str | None,
+    *,
+    before: str | None = None,
+    after: str | None = None,
+) -> Any:
+    """Builds a byte-level BPE tokenizer from what a GGUF file stores.
+
+    Args:
+      tokens: texts of the vocabulary, in the byte-level alphabet, by id.
+      merges: pairs `left right`, the first to be merged first.
+      types: llama.cpp's type of each token.
+      pre: llama.cpp's name for the way text is cut into words.
+      before: a token that `encode` puts in front, such as the BOS token.
+      after: a token that `encode` appends.
+
+    Returns:
+      A `tokenizers.Tokenizer`.
+
+    Raises:
+      FormatError: `pre` is unknown, or merges name pieces that the vocabulary lacks.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+    if pre not in _PRE_TOKENIZERS:
+        known = ", ".join(_PRE_TOKENIZERS)
+        raise FormatError(f"unknown pre-tokenizer {pre!r}; known are {known}")
+    kind = _PRE_TOKENIZERS[pre]
+    if len(types) != len(tokens):
+        raise FormatError(f"{len(tokens)} tokens, but types for {len(types)}")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    try:
+        # Llama 3 takes a whole word from the vocabulary even where no merges lead to it.
+        model = models.BPE(vocab=vocab, merges=pairs, ignore_merges=kind == "llama3")
+    except Exception as error:  # the library raises no narrower class
+        raise FormatError(f"vocabulary and merges do not fit: {error}") from error
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = _pre_tokenizer(kind)
+    tokenizer.decoder = decoders.ByteLevel()
+    if kind == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    added = [
+        AddedToken(token, special=type_ == _CONTROL, normalized=False)
+        for token, type_ in zip(tokens, types, strict=True)
+        if type_ in (_CONTROL, _USER_DEFINED)
+    ]
+    tokenizer.add_tokens(added)
+    if before or after:
+        parts = [part for part in (before, "$A", after) if part]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=parts,
+            special_tokens=[(token, vocab[token]) for token in {before, after} if token],
+        )
+    return tokenizer
+
+
+def _pre_tokenizer(kind: str) -> Any:
+    from tokenizers import Regex
+    from tokenizers import pre_tokenizers as cut
+
+    if kind == "gpt2":
+        return cut.ByteLevel(add_prefix_space=False, use_regex=True)
+    if kind == "digits":  # every digit is a word
+        digits = cut.Digits(individual_digits=True)
+        return cut.Sequence([digits, cut.ByteLevel(add_prefix_space=False, use_regex=True)])
+    word = Regex(_WORD % ("{1,3}" if kind == "llama3" else ""))
+    bytes_ = cut.ByteLevel(add_prefix_space=False, use_regex=False)
+    return cut.Sequence([cut.Split(word, behavior="isolated"), bytes_])
