@@ -197,8 +197,9 @@ def _summary(report: dict) -> None:
     if plain := report.get("plain"):
         same = "identical" if report["identical"] else "NOT identical"
         print(
-            f"[plain: {plain['target_passes']} target passes, {plain['tokens_per_s']:.1f} tokens/s; "
-            f"speedup {report['speedup']:.2f}x; the tokens are {same}]",
+            f"[plain: {plain['target_passes']} target passes, "
+            f"{plain['tokens_per_s']:.1f} tokens/s; {report['speedup']:.2f}x; "
+            f"the tokens are {same}]",
             file=sys.stderr,
         )
 

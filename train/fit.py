@@ -17,7 +17,6 @@ from flax import nnx
 
 from eagle_jax.config import DrafterConfig
 from eagle_jax.drafters.eagle import EagleHead
-from eagle_jax.errors import InputError
 from eagle_jax.nn.modules import fill, parameters
 from eagle_jax.target.transformer import Transformer
 from train.data import Packed
@@ -30,7 +29,7 @@ class FitConfig:
 
     Attributes:
       epochs: passes over the packed rows.
-      batch: packed rows a step.
+      batch: packed rows a step, or all where there are fewer.
       learning_rate: peak rate of Muon on matrices; vectors use AdamW at a tenth of it.
       warmup: share of the steps with a rising rate; the rate then falls to zero along a cosine.
       checkpoint_every: steps between checkpoints.
@@ -116,13 +115,9 @@ def fit(
     """Fits the head; resumes from the newest checkpoint in `folder`, bit for bit.
 
     Metrics go to `metrics.csv` there: losses and acceptance by unrolled step.
-
-    Raises:
-      InputError: there are fewer rows than one batch.
     """
-    per_epoch = len(train) // config.batch
-    if not per_epoch:
-        raise InputError(f"{len(train)} packed rows are fewer than one batch of {config.batch}")
+    size = min(config.batch, len(train))
+    per_epoch = len(train) // size
     steps = per_epoch * config.epochs
     graph, _ = nnx.split(head)
     names = list(parameters(head))
@@ -165,7 +160,7 @@ def fit(
         for step in range(first, steps):
             epoch, at = divmod(step, per_epoch)
             order = np.random.default_rng([config.seed, epoch]).permutation(len(train))
-            batch = train.batch(order[at * config.batch : (at + 1) * config.batch])
+            batch = train.batch(order[at * size : (at + 1) * size])
             noise = jax.random.fold_in(key, step)
             params, opt_state, parts = update(params, opt_state, frozen, batch, noise)
             done = step + 1

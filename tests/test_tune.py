@@ -1,0 +1,77 @@
+"""The choice of the tree from costs and tau, and its cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from eagle_jax import PLAIN, TreeShape
+from eagle_jax.decode import tune
+from eagle_jax.decode.tune import best_tree, fastest
+from eagle_jax.tiny import tiny_drafter, tiny_target
+
+TABLE = [
+    {"nodes": 4, "depth": 3, "top_k": 1, "tau": 2.0},
+    {"nodes": 8, "depth": 4, "top_k": 2, "tau": 2.6},
+]
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Fixed costs instead of measured ones; counts how often they are asked for."""
+    monkeypatch.setenv("EAGLE_JAX_CACHE", str(tmp_path))
+    costs = {"pass": {1: 10.0, 4: 12.0, 8: 14.0}, "draft": 1.0, "asked": 0}
+
+    def target_pass_ms(target, nodes):
+        costs["asked"] += 1
+        return costs["pass"][nodes]
+
+    monkeypatch.setattr(tune, "target_pass_ms", target_pass_ms)
+    monkeypatch.setattr(tune, "draft_ms", lambda target, drafter, shape: costs["draft"])
+    return costs
+
+
+def drafter_for(target, table=TABLE):
+    return dataclasses.replace(tiny_drafter(target), tau=table)
+
+
+def test_takes_the_fastest_tree(measured):
+    target = tiny_target()
+    # 2.0 * 10 / 13 = 1.54 against 2.6 * 10 / 15 = 1.73
+    assert best_tree(target, drafter_for(target)) == TreeShape(8, 4, 2)
+
+
+def test_a_steep_cost_curve_takes_a_smaller_tree(measured):
+    target = tiny_target()
+    measured["pass"][8] = 22.0
+    assert best_tree(target, drafter_for(target)) == TreeShape(4, 3, 1)
+
+
+def test_decodes_plainly_where_nothing_pays(measured):
+    target = tiny_target()
+    measured["pass"] = {1: 10.0, 4: 20.0, 8: 27.0}
+    assert best_tree(target, drafter_for(target)) == PLAIN
+
+
+def test_measures_once_a_machine_and_head(measured):
+    target = tiny_target()
+    best_tree(target, drafter_for(target))
+    asked = measured["asked"]
+    best_tree(tiny_target(), drafter_for(target))
+    assert measured["asked"] == asked
+    other = [{**TABLE[0], "tau": 1.2}, TABLE[1]]
+    best_tree(target, drafter_for(target, other))
+    assert measured["asked"] > asked
+
+
+def test_a_damaged_cache_is_measured_anew(measured, tmp_path):
+    target = tiny_target()
+    (tmp_path / "tuning.json").write_text("{")
+    assert best_tree(target, drafter_for(target)) == TreeShape(8, 4, 2)
+
+
+def test_fastest_needs_a_real_gain():
+    row = {"nodes": 4, "depth": 3, "top_k": 1, "tau": 1.5}
+    assert fastest([{**row, "speedup": 1.01}]) == PLAIN
+    assert fastest([{**row, "speedup": 1.2}]) == TreeShape(4, 3, 1)
