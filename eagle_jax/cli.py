@@ -16,10 +16,6 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a command; returns 0, 2 for bad input, 1 for other failures that we foresee."""
     arguments = parser().parse_args(argv)
     try:
-        # Imported here, so that --help and usage errors answer at once.
-        from eagle_jax import hub
-
-        _compilation_cache(hub.cache_root() / "compiled")
         return arguments.command(arguments)
     except EagleError as error:
         print(f"eagle-jax: {error}", file=sys.stderr)
@@ -88,10 +84,13 @@ def _common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tree-top-k", type=int, help="children a node may have")
 
 
-def _compilation_cache(folder: Path) -> None:
+def _compilation_cache() -> None:
     """Keeps compiled programs between runs, unless the user has chosen a place."""
     import jax
 
+    from eagle_jax import hub
+
+    folder = hub.cache_root() / "compiled"
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
@@ -138,6 +137,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt.strip():
         raise InputError("the prompt is empty")
+    _compilation_cache()
     target, drafter, tree = _load(arguments)
     options = {
         "max_new_tokens": arguments.max_new_tokens,

@@ -23,12 +23,12 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setenv("EAGLE_JAX_CACHE", str(tmp_path))
     costs = {"pass": {1: 10.0, 4: 12.0, 8: 14.0}, "draft": 1.0, "asked": 0}
 
-    def target_pass_ms(target, nodes):
+    def target_pass_ms(target, nodes, batch):
         costs["asked"] += 1
         return costs["pass"][nodes]
 
     monkeypatch.setattr(tune, "target_pass_ms", target_pass_ms)
-    monkeypatch.setattr(tune, "draft_ms", lambda target, drafter, shape: costs["draft"])
+    monkeypatch.setattr(tune, "draft_ms", lambda target, drafter, shape, batch: costs["draft"])
     return costs
 
 
@@ -59,6 +59,11 @@ def test_measures_once_a_machine_and_head(measured):
     best_tree(target, drafter_for(target))
     asked = measured["asked"]
     best_tree(tiny_target(), drafter_for(target))
+    assert measured["asked"] == asked
+    best_tree(target, drafter_for(target), batch=3)
+    assert measured["asked"] > asked
+    asked = measured["asked"]
+    best_tree(target, drafter_for(target), batch=4)
     assert measured["asked"] == asked
     other = [{**TABLE[0], "tau": 1.2}, TABLE[1]]
     best_tree(target, drafter_for(target, other))

@@ -193,7 +193,7 @@ class _Run:
         if drafter.method == "none":
             tree = PLAIN
         elif tree is None:
-            tree = best_tree(target, drafter)
+            tree = best_tree(target, drafter, len(self.ids))
         if tree.nodes == 1:
             drafter = NO_DRAFTER
         self.engine = engine(target, drafter, tree)

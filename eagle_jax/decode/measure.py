@@ -35,34 +35,38 @@ def median_ms(call: Callable[[], Any], repeats: int = 9) -> float:
     return 1e3 * statistics.median(times)
 
 
-def target_pass_ms(target: Target, nodes: int, repeats: int = 9) -> float:
-    """A target pass over a chain of `nodes` nodes with LM head and greedy draw, batch 1."""
+def target_pass_ms(target: Target, nodes: int, batch: int = 1, repeats: int = 9) -> float:
+    """A target pass over a chain of `nodes` nodes a row, with LM head and greedy draw."""
     graph, state = nnx.split(target.model)
     leaves, structure = jax.tree.flatten(state)
-    caches = empty_cache(target.config, 1, SLOTS, target.dtype)
+    caches = empty_cache(target.config, batch, SLOTS, target.dtype)
 
     @jax.jit
     def run(leaves, caches, tokens):
         model = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
         at = jnp.arange(nodes)
-        visible = Visible(jnp.full(1, FILLED), (at[:, None] >= at)[None])
-        features, _, fresh = model(tokens, FILLED + at[None], visible, caches)
+        causal = jnp.broadcast_to(at[:, None] >= at, (batch, nodes, nodes))
+        visible = Visible(jnp.full(batch, FILLED), causal)
+        positions = jnp.broadcast_to(FILLED + at, (batch, nodes))
+        features, _, fresh = model(tokens, positions, visible, caches)
         return jnp.argmax(model.head(features), axis=-1), fresh
 
-    tokens = jnp.zeros((1, nodes), jnp.int32)
+    tokens = jnp.zeros((batch, nodes), jnp.int32)
     return median_ms(lambda: run(leaves, caches, tokens), repeats)
 
 
-def draft_ms(target: Target, drafter: LoadedDrafter, shape: TreeShape, repeats: int = 9) -> float:
-    """Proposing a tree and observing a full run of accepted drafts, greedy, batch 1."""
+def draft_ms(
+    target: Target, drafter: LoadedDrafter, shape: TreeShape, batch: int = 1, repeats: int = 9
+) -> float:
+    """Proposing a tree and observing a full run of accepted drafts, greedy."""
     graph, state = nnx.split(drafter.module)
     leaves, structure = jax.tree.flatten(state)
     levels = shape.depth + 1
     sampler = Sampler(
-        key=jnp.zeros((1, 2), jnp.uint32),
-        temperature=jnp.zeros(1),
-        top_k=jnp.zeros(1, jnp.int32),
-        top_p=jnp.ones(1),
+        key=jnp.zeros((batch, 2), jnp.uint32),
+        temperature=jnp.zeros(batch),
+        top_k=jnp.zeros(batch, jnp.int32),
+        top_p=jnp.ones(batch),
         sampled=False,
         filtered=False,
     )
@@ -70,14 +74,14 @@ def draft_ms(target: Target, drafter: LoadedDrafter, shape: TreeShape, repeats: 
     @jax.jit
     def run(leaves, state, root, features):
         module = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
-        length = jnp.full(1, FILLED)
+        length = jnp.full(batch, FILLED)
         draw = sampler.draw(length + 1, levels, target.config.vocab_size)
         tree = module.propose(state, root, length, draw, shape)
         tokens = tree.tokens[:, :levels]
-        return module.observe(state, tokens, features, length, jnp.full(1, levels)), tree
+        return module.observe(state, tokens, features, length, jnp.full(batch, levels)), tree
 
-    features = jnp.zeros((1, levels, target.config.hidden_size), target.dtype)
-    begin, root = drafter.module.init(1, SLOTS), jnp.zeros(1, jnp.int32)
+    features = jnp.zeros((batch, levels, target.config.hidden_size), target.dtype)
+    begin, root = drafter.module.init(batch, SLOTS), jnp.zeros(batch, jnp.int32)
     return median_ms(lambda: run(leaves, begin, root, features), repeats)
 
 

@@ -23,31 +23,33 @@ GAIN = 1.03  # a tree must promise this much over plain decoding to be used
 UNMEASURED = TreeShape(nodes=4, depth=3, top_k=2)
 
 
-def best_tree(target: Target, drafter: LoadedDrafter) -> TreeShape:
+def best_tree(target: Target, drafter: LoadedDrafter, batch: int = 1) -> TreeShape:
     """The tree that decodes fastest here; `PLAIN` where none beats plain decoding.
 
-    Costs are measured once a machine, backend, target and head, and kept in the user cache. A head
-    that carries no measured tau gets a small tree.
+    Costs are measured once a machine, backend, target, head and batch size (rounded up to a power
+    of two: extra nodes cost more in a batch), and kept in the user cache. A head that carries no
+    measured tau gets a small tree.
     """
     if not drafter.tau:
         return UNMEASURED
+    batch = 1 << (batch - 1).bit_length()
     store = hub.cache_root() / "tuning.json"
-    known, key = _load(store), _key(target, drafter)
+    known, key = _load(store), _key(target, drafter, batch)
     if key not in known:
         print("measuring the fastest tree for this machine, once ...", file=sys.stderr, flush=True)
-        known[key] = predict(target, drafter)
+        known[key] = predict(target, drafter, batch)
         _save(store, {**_load(store), key: known[key]})
     return fastest(known[key])
 
 
-def predict(target: Target, drafter: LoadedDrafter) -> list[dict[str, Any]]:
+def predict(target: Target, drafter: LoadedDrafter, batch: int) -> list[dict[str, Any]]:
     """For each tree of the head's table: its tau, the cycle's cost and the speedup to expect."""
     nodes = sorted({1, *(row["nodes"] for row in drafter.tau)})
-    passes = {count: target_pass_ms(target, count) for count in nodes}
+    passes = {count: target_pass_ms(target, count, batch) for count in nodes}
     rows = []
     for row in drafter.tau:
         shape = TreeShape(row["nodes"], row["depth"], row["top_k"])
-        cost = passes[shape.nodes] + draft_ms(target, drafter, shape)
+        cost = passes[shape.nodes] + draft_ms(target, drafter, shape, batch)
         rows.append({**row, "cycle_ms": cost, "speedup": row["tau"] * passes[1] / cost})
     return rows
 
@@ -60,7 +62,7 @@ def fastest(rows: Sequence[Mapping[str, Any]]) -> TreeShape:
     return TreeShape(best["nodes"], best["depth"], best["top_k"])
 
 
-def _key(target: Target, drafter: LoadedDrafter) -> str:
+def _key(target: Target, drafter: LoadedDrafter, batch: int) -> str:
     facts = [
         platform.node(),
         platform.machine(),
@@ -70,6 +72,7 @@ def _key(target: Target, drafter: LoadedDrafter) -> str:
         str(target.dtype),
         target.config,
         drafter.method,
+        batch,
         [sorted(row.items()) for row in drafter.tau],
     ]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
