@@ -70,6 +70,21 @@ class DrafterConfig:
                 f"got {self.draft_vocab_size}"
             )
 
+    @classmethod
+    def like(cls, target: ModelConfig, draft_vocab_size: int) -> DrafterConfig:
+        """A head with one layer of the target's own sizes."""
+        return cls(
+            hidden_size=target.hidden_size,
+            intermediate_size=target.intermediate_size,
+            num_heads=target.num_heads,
+            num_kv_heads=target.num_kv_heads,
+            head_dim=target.head_dim,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            norm_eps=target.norm_eps,
+            rope_theta=target.rope_theta,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class TreeShape:

@@ -37,19 +37,10 @@ def tiny_drafter(
     target: Target, seed: int = 1, draft_vocab_size: int | None = None
 ) -> LoadedDrafter:
     """An EAGLE head with random weights, on a reduced draft vocabulary or the full."""
-    sizes = target.config
-    config = DrafterConfig(
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        vocab_size=sizes.vocab_size,
-        draft_vocab_size=draft_vocab_size or sizes.vocab_size,
-    )
+    config = DrafterConfig.like(target.config, draft_vocab_size or target.config.vocab_size)
     head = EagleHead(config, rngs=nnx.Rngs(seed))
     ids = None
     if draft_vocab_size:
         rng = np.random.default_rng(seed)
-        ids = np.sort(rng.permutation(sizes.vocab_size)[:draft_vocab_size])
+        ids = np.sort(rng.permutation(config.vocab_size)[:draft_vocab_size])
     return LoadedDrafter("tiny-eagle", bind(head, ids, target))

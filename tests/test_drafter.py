@@ -215,3 +215,19 @@ def test_heads_that_do_not_fit_are_refused(pair, tmp_path):
         load_drafter(str(tmp_path / "nothing"), tiny_target())
     with pytest.raises(InputError, match="no head ships"):
         load_drafter("auto", tiny_target())
+
+
+@pytest.mark.slow
+def test_the_shipped_head_is_small_and_fits_the_default_target():
+    from eagle_jax import generate, load_target
+    from eagle_jax.drafters.load import shipped_folder
+
+    files = list(shipped_folder("smollm2-135m").iterdir())
+    assert sum(path.stat().st_size for path in files) <= 16e6
+    target = load_target("smollm2-135m")
+    drafter = load_drafter("auto", target)
+    assert drafter.tau, "the head carries its tau by tree"
+    run = generate(target, drafter, "What is rain?", max_new_tokens=48, tree=TreeShape(4, 3, 1))
+    plain = generate(target, None, "What is rain?", max_new_tokens=48)
+    assert run.tokens == plain.tokens
+    assert run.stats.tau > 1.3

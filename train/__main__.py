@@ -89,7 +89,9 @@ def run(arguments: argparse.Namespace) -> None:
     draft_ids = draft_vocabulary(
         [samples[i] for i in chosen], target.config.vocab_size, arguments.draft_vocab
     )
-    head = initial_head(target.model, head_config(target, arguments.draft_vocab), arguments.seed)
+    head = initial_head(
+        target.model, DrafterConfig.like(target.config, arguments.draft_vocab), arguments.seed
+    )
     settings = FitConfig(
         epochs=arguments.epochs,
         batch=arguments.batch,
@@ -112,22 +114,6 @@ def run(arguments: argparse.Namespace) -> None:
     facts = {"target": target.name, "tau": tau, "training": _recipe(arguments, len(samples), total)}
     save_head(arguments.out / "head", head, draft_ids, facts)
     print(f"head written to {arguments.out / 'head'}", flush=True)
-
-
-def head_config(target: Target, draft_vocab_size: int) -> DrafterConfig:
-    """A head with one layer of the target's own sizes."""
-    sizes = target.config
-    return DrafterConfig(
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        vocab_size=sizes.vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        norm_eps=sizes.norm_eps,
-        rope_theta=sizes.rope_theta,
-    )
 
 
 def _recipe(arguments: argparse.Namespace, conversations: int, tokens: int) -> dict:
