@@ -72,7 +72,6 @@ def lend(model: Transformer, draft_ids: np.ndarray) -> Frozen:
     return Frozen(
         embed=model.embed[...].astype(jnp.float32),
         head_rows=model.head_weight[draft_ids].astype(jnp.float32),
-        draft_ids=jnp.asarray(draft_ids),
     )
 
 

@@ -59,12 +59,11 @@ class Batch:
 
 @struct.dataclass
 class Frozen:
-    """What the target lends: embedding `[V, hidden]`, LM head rows and ids of the draft vocabulary,
-    and a `[V]` bool of which ids these are."""
+    """What the target lends: embedding `[V, hidden]`, and LM head rows of the draft
+    vocabulary `[draft_vocab, hidden]`."""
 
     embed: jax.Array
     head_rows: jax.Array
-    draft_ids: jax.Array
 
 
 def objective(

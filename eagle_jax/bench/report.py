@@ -25,8 +25,8 @@ def summarise(rows: Sequence[dict]) -> dict[str, Any]:
 def _total(rows: Sequence[dict]) -> dict[str, Any]:
     passes = sum(row["passes"] for row in rows)
     ratios = [ratio for row in rows for ratio in row["ratios"]]
-    plain = sum((row["tokens"] - 1) / row["plain_tokens_per_s"] for row in rows)
-    spec = sum((row["tokens"] - 1) / row["speculative_tokens_per_s"] for row in rows)
+    plain = sum(row["seconds"]["plain"] for row in rows)
+    spec = sum(row["seconds"]["speculative"] for row in rows)
     written = sum(row["tokens"] - 1 for row in rows)
     accepted = np.sum([row["accepted"] for row in rows], axis=0)
     return {

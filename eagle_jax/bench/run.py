@@ -107,7 +107,7 @@ def _row(target, prompt, ids, plain: Generation, spec: Generation, times, sampli
         margin = margins(target, ids + a, sampling, seed)[len(ids) + at - 1]
         divergence = {"prompt": prompt.id, "position": at, "margin": float(margin)}
     ratios = [p / s for p, s in zip(times["plain"], times["speculative"], strict=True)]
-    written = len(plain.tokens[0]) - 1
+    seconds = {kind: statistics.median(of) for kind, of in times.items()}
     return {
         "id": prompt.id,
         "category": prompt.category,
@@ -115,9 +115,9 @@ def _row(target, prompt, ids, plain: Generation, spec: Generation, times, sampli
         "passes": spec.stats.passes,
         "tau": spec.stats.tau,
         "accepted": [round(a * spec.stats.passes) for a in spec.stats.acceptance_by_depth],
-        "plain_tokens_per_s": written / statistics.median(times["plain"]),
-        "speculative_tokens_per_s": (len(spec.tokens[0]) - 1)
-        / statistics.median(times["speculative"]),
+        "seconds": seconds,
+        "plain_tokens_per_s": (len(plain.tokens[0]) - 1) / seconds["plain"],
+        "speculative_tokens_per_s": (len(spec.tokens[0]) - 1) / seconds["speculative"],
         "ratios": ratios,
         "speedup": statistics.median(ratios),
         "divergence": divergence,
