@@ -41,15 +41,24 @@ class ModelConfig:
             raise InputError(f"head_dim must be even for rotary positions, got {self.head_dim}")
 
 
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """The layers that EAGLE-3 fuses: the inputs of layers 2, L // 2 and L - 3 (arXiv 2503.01840),
+    nearer to one another where the target has few."""
+    low = min(2, num_layers - 1)
+    return low, max(low, num_layers // 2), max(low, num_layers // 2, num_layers - 3)
+
+
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:
-    """Sizes of an EAGLE-1/2 head (arXiv 2401.15077, section 3.1).
+    """Sizes of an EAGLE head.
 
     Attributes:
       draft_vocab_size: rows of the target's LM head that the head scores; equal to the target's
         vocabulary when it is not reduced.
       rope_theta: base of the drafter's own rotary positions; it may differ from the target's.
       fc_bias: whether `fc` has a bias (released heads differ).
+      taps: layers of the target whose input an EAGLE-3 head fuses; EAGLE-1 has none.
+      own_lm_head: an EAGLE-3 head brings its own LM head instead of using rows of the target's.
     """
 
     hidden_size: int
@@ -62,6 +71,8 @@ class DrafterConfig:
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     fc_bias: bool = True
+    taps: tuple[int, ...] = ()
+    own_lm_head: bool = False
 
     def __post_init__(self):
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
@@ -71,8 +82,10 @@ class DrafterConfig:
             )
 
     @classmethod
-    def like(cls, target: ModelConfig, draft_vocab_size: int) -> DrafterConfig:
-        """A head with one layer of the target's own sizes."""
+    def like(
+        cls, target: ModelConfig, draft_vocab_size: int, taps: tuple[int, ...] = ()
+    ) -> DrafterConfig:
+        """A head with one layer of the target's own sizes; EAGLE-3 where taps are given."""
         return cls(
             hidden_size=target.hidden_size,
             intermediate_size=target.intermediate_size,
@@ -83,6 +96,8 @@ class DrafterConfig:
             draft_vocab_size=draft_vocab_size,
             norm_eps=target.norm_eps,
             rope_theta=target.rope_theta,
+            fc_bias=not taps,
+            taps=taps,
         )
 
 

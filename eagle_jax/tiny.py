@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from flax import nnx
 
-from eagle_jax.config import DrafterConfig, ModelConfig
-from eagle_jax.drafters.eagle import EagleHead
-from eagle_jax.drafters.load import LoadedDrafter, bind
+from eagle_jax.config import DrafterConfig, ModelConfig, default_taps
+from eagle_jax.drafters.load import HEADS, LoadedDrafter, bind
 from eagle_jax.target.load import Target
 from eagle_jax.target.transformer import Transformer
 
@@ -34,13 +35,20 @@ def tiny_target(seed: int = 0, config: ModelConfig = TINY, eos: tuple[int, ...] 
 
 
 def tiny_drafter(
-    target: Target, seed: int = 1, draft_vocab_size: int | None = None
+    target: Target, seed: int = 1, draft_vocab_size: int | None = None, method: str = "eagle"
 ) -> LoadedDrafter:
-    """An EAGLE head with random weights, on a reduced draft vocabulary or the full."""
+    """A head with random weights, on a reduced draft vocabulary or the full.
+
+    An EAGLE-3 head comes with its own LM head.
+    """
     config = DrafterConfig.like(target.config, draft_vocab_size or target.config.vocab_size)
-    head = EagleHead(config, rngs=nnx.Rngs(seed))
+    if method == "eagle3":
+        config = dataclasses.replace(
+            config, taps=default_taps(target.config.num_layers), own_lm_head=True
+        )
+    head = HEADS[method](config, rngs=nnx.Rngs(seed))
     ids = None
     if draft_vocab_size:
         rng = np.random.default_rng(seed)
         ids = np.sort(rng.permutation(config.vocab_size)[:draft_vocab_size])
-    return LoadedDrafter("tiny-eagle", bind(head, ids, target))
+    return LoadedDrafter(f"tiny-{method}", bind(head, ids, target))

@@ -1,6 +1,9 @@
-"""The EAGLE-1 head against a NumPy version written from the paper's equations, token by token."""
+"""EAGLE heads against NumPy versions written from the papers' equations, token by token."""
 
 from __future__ import annotations
+
+import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,7 @@ import pytest
 
 from eagle_jax import FormatError, InputError, TreeShape, load_drafter
 from eagle_jax.config import ModelConfig
-from eagle_jax.drafters.load import save_head
+from eagle_jax.drafters.load import bind, save_head
 from eagle_jax.nn.modules import parameters
 from eagle_jax.sampling import Sampler
 from eagle_jax.tiny import TINY, tiny_drafter, tiny_target
@@ -18,13 +21,14 @@ HEADS, KV, SIZE = TINY.num_heads, TINY.num_kv_heads, TINY.head_dim
 
 
 class Oracle:
-    """One head on one sequence, in float64; rows are appended one by one and never batched."""
+    """An EAGLE-1 head on one sequence, in float64; rows are appended one by one, never batched."""
 
     def __init__(self, drafter, target):
         weights = parameters(drafter.module.head)
         self.w = {name: np.asarray(array, np.float64) for name, array in weights.items()}
         self.embed = np.asarray(target.model.embed[...], np.float64)
-        self.head = np.asarray(drafter.module.head_rows[...], np.float64)
+        ids = np.asarray(drafter.module.draft_ids[...])
+        self.rows = np.asarray(target.model.head_weight, np.float64)[ids]
 
     def rotate(self, x, position):
         angles = position * 10_000.0 ** (-np.arange(0, SIZE, 2) / SIZE)
@@ -32,11 +36,15 @@ class Oracle:
         cos, sin = np.cos(angles), np.sin(angles)
         return np.concatenate([low * cos - high * sin, high * cos + low * sin])
 
-    def row(self, token, feature, position, past, swapped=False):
-        """(f_{t+1}, keys, values) for one row that sees the rows in `past` and itself."""
-        parts = [feature, self.embed[token]] if swapped else [self.embed[token], feature]
-        x = self.w["fc.weight"] @ np.concatenate(parts) + self.w["fc.bias"]
-        qkv = (self.w["layer.attention.qkv.weight"] @ x).reshape(-1, SIZE)
+    def norm(self, x, name):
+        return x / np.sqrt((x**2).mean() + 1e-5) * self.w[name]
+
+    def fuse(self, feature):
+        return feature
+
+    def attend(self, x, position, past, weights):
+        """Attention of one row over the rows in `past` and itself: (output, keys, values)."""
+        qkv = (self.w[f"{weights}.qkv.weight"] @ x).reshape(-1, SIZE)
         q = [self.rotate(h, position) for h in qkv[:HEADS]]
         k = [self.rotate(h, position) for h in qkv[HEADS : HEADS + KV]]
         seen = [*past, (k, qkv[HEADS + KV :])]
@@ -47,43 +55,79 @@ class Oracle:
             p = np.exp(scores - scores.max())
             p /= p.sum()
             out.append(sum(w * values[group] for w, (_, values) in zip(p, seen, strict=True)))
-        x = x + self.w["layer.attention.out.weight"] @ np.concatenate(out)
-        normed = x / np.sqrt((x**2).mean() + 1e-5) * self.w["layer.mlp_norm.weight"]
-        gate, up = np.split(self.w["layer.mlp.gate_up.weight"] @ normed, 2)
-        x = x + self.w["layer.mlp.down.weight"] @ (gate / (1 + np.exp(-gate)) * up)
-        return x, (k, qkv[HEADS + KV :])
+        return self.w[f"{weights}.out.weight"] @ np.concatenate(out), seen[-1]
+
+    def mlp(self, x, weights):
+        gate, up = np.split(self.w[f"{weights}.gate_up.weight"] @ x, 2)
+        return self.w[f"{weights}.down.weight"] @ (gate / (1 + np.exp(-gate)) * up)
+
+    def row(self, token, feature, position, past, swapped=False):
+        """(next feature, (keys, values)) for one row that sees the rows in `past` and itself."""
+        parts = [feature, self.embed[token]] if swapped else [self.embed[token], feature]
+        x = self.w["fc.weight"] @ np.concatenate(parts) + self.w["fc.bias"]
+        attended, kv = self.attend(x, position, past, "layer.attention")
+        x = x + attended
+        return x + self.mlp(self.norm(x, "layer.mlp_norm.weight"), "layer.mlp"), kv
 
     def run(self, tokens, features, shift=0, **options):
         past, out = [], []
         for position, (token, feature) in enumerate(zip(tokens, features, strict=True)):
-            y, kv = self.row(token, feature, position + shift, past, **options)
+            y, kv = self.row(token, self.fuse(feature), position + shift, past, **options)
             past.append(kv)
             out.append(y)
         return np.array(out), past
 
+    def logits(self, feature):
+        return self.rows @ feature
+
     def log_probs(self, feature):
-        logits = self.head @ feature
+        logits = self.logits(feature)
         return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
 
 
-@pytest.fixture(scope="module")
-def pair():
+class Oracle3(Oracle):
+    """An EAGLE-3 head with its own LM head, whose norms have weights of their own."""
+
+    def fuse(self, taps):
+        return self.w["fc.weight"] @ taps
+
+    def row(self, token, feature, position, past, swapped=False):
+        parts = [self.norm(self.embed[token], "embed_norm.weight")]
+        parts.insert(0 if swapped else 1, self.norm(feature, "hidden_norm.weight"))
+        attended, kv = self.attend(np.concatenate(parts), position, past, "attention")
+        x = feature + attended
+        return x + self.mlp(self.norm(x, "mlp_norm.weight"), "mlp"), kv
+
+    def logits(self, feature):
+        return self.w["lm_head"] @ self.norm(feature, "norm.weight")
+
+
+@pytest.fixture(scope="module", params=["eagle", "eagle3"])
+def pair(request):
     target = tiny_target()
-    drafter = tiny_drafter(target, draft_vocab_size=30)
-    return drafter, Oracle(drafter, target)
+    drafter = tiny_drafter(target, draft_vocab_size=30, method=request.param)
+    head = drafter.module.head
+    for index, name in enumerate(["embed_norm", "hidden_norm", "mlp_norm", "norm"]):
+        if hasattr(head, name):  # fresh norms have weights of one, which would hide a swap
+            weight = getattr(head, name).weight
+            weight[...] = weight[...] + 0.3 * jax.random.normal(jax.random.key(index), weight.shape)
+    if head.lm_head is not None:
+        head.lm_head[...] = head.lm_head[...] * 9.0  # sharper scores make deeper trees
+    return drafter, (Oracle3 if request.param == "eagle3" else Oracle)(drafter, target)
 
 
 @pytest.fixture(scope="module")
-def text():
+def text(pair):
     rng = np.random.default_rng(0)
-    return rng.integers(0, 61, 12), rng.normal(size=(12, TINY.hidden_size)).astype(np.float32)
+    width = TINY.hidden_size * max(1, len(pair[0].module.taps))
+    return rng.integers(0, 61, 12), rng.normal(size=(12, width)).astype(np.float32)
 
 
 def observe(drafter, tokens, features, cuts):
     """Feeds the rows in the given portions, padded to 12 rows each."""
     module, state = drafter.module, drafter.module.init(1, 40)
     for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
-        t, f = np.zeros((1, 12), np.int32), np.full((1, 12, TINY.hidden_size), 7.0, np.float32)
+        t, f = np.zeros((1, 12), np.int32), np.full((1, 12, features.shape[1]), 7.0, np.float32)
         t[0, : end - begin], f[0, : end - begin] = tokens[begin:end], features[begin:end]
         state = module.observe(
             state, jnp.asarray(t), jnp.asarray(f), jnp.array([begin]), jnp.array([end - begin])
@@ -181,6 +225,15 @@ def test_tree_of_several_levels(pair, text):
     assert tree.depth[0].max() >= 3
 
 
+def test_a_head_that_taps_a_layer_too_many_is_refused():
+    target = tiny_target()
+    head = tiny_drafter(target, method="eagle3").module.head
+    shallow = tiny_target(config=ModelConfig(**{**TINY.__dict__, "num_layers": 1}))
+    head.config = dataclasses.replace(head.config, taps=(0, 1, 2))
+    with pytest.raises(InputError, match="reads the layers"):
+        bind(head, None, shallow)
+
+
 def test_save_and_load_round_trip(pair, tmp_path):
     drafter, _ = pair
     target = tiny_target()
@@ -203,6 +256,15 @@ def test_heads_that_do_not_fit_are_refused(pair, tmp_path):
     other = tiny_target(config=ModelConfig(**{**TINY.__dict__, "vocab_size": 64}))
     with pytest.raises(InputError, match="vocab_size=61"):
         load_drafter(str(tmp_path / "head"), other)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    for change, expected in (
+        ({"method": "lookahead"}, "expected format"),
+        ({"head": {**config["head"], "colour": 1}}, "bad field"),
+    ):
+        (tmp_path / "head" / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(FormatError, match=expected):
+            load_drafter(str(tmp_path / "head"), tiny_target())
+    save_head(tmp_path / "head", drafter.module.head, ids, {})
     path = tmp_path / "head" / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:100])

@@ -40,8 +40,9 @@ def test_seed_changes_samples_and_repeats(target):
     assert one != other
 
 
-def test_full_and_reduced_draft_vocabulary(target, plain):
-    full = tiny_drafter(target, seed=3)
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_full_and_reduced_draft_vocabulary(target, plain, method):
+    full = tiny_drafter(target, seed=3, method=method)
     assert generate(target, full, PROMPTS, max_new_tokens=24, tree=CHAIN).tokens == plain.tokens
 
 

@@ -12,15 +12,19 @@ import numpy as np
 import pytest
 
 from eagle_jax import FormatError, InputError, TreeShape, generate
-from eagle_jax.config import DrafterConfig
+from eagle_jax.config import DrafterConfig, default_taps
 from eagle_jax.drafters.load import LoadedDrafter, bind
 from eagle_jax.nn.modules import parameters
-from eagle_jax.tiny import tiny_target
+from eagle_jax.tiny import TINY, tiny_target
 from train.__main__ import main as train_main
 from train.data import Sample, draft_vocabulary, pack, read_answers
 from train.features import extract
-from train.fit import Corpus, FitConfig, fit, initial_head, lend
+from train.fit import Corpus, FitConfig, fit, lend
 from train.loss import Objective, objective
+from train.start import initial_head
+
+TAPS = default_taps(TINY.num_layers)
+HIDDEN = TINY.hidden_size
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +41,21 @@ def small():
         for i, (p, a) in enumerate(zip(prompts, answers, strict=True))
     ]
     with tempfile.TemporaryDirectory() as folder:
-        features = extract(target.model, samples, Path(folder))
+        features = extract(target.model, samples, Path(folder), TAPS)
         yield target, samples, features
 
 
 def corpus(samples, features, length=96):
     packed = pack(samples, length, 0.5, ())
-    return Corpus(packed, np.concatenate([s.tokens for s in samples]), features)
+    return Corpus(packed, np.concatenate([s.tokens for s in samples]), features, HIDDEN)
+
+
+def new_head(target, method, draft_ids):
+    """A head to train; EAGLE-3 with its own LM head."""
+    taps = TAPS if method == "eagle3" else ()
+    config = DrafterConfig.like(target.config, len(draft_ids), taps)
+    config = dataclasses.replace(config, own_lm_head=bool(taps))
+    return initial_head(target.model, config, 0, draft_ids)
 
 
 def test_features_do_not_depend_on_padding_or_company(small):
@@ -54,22 +66,25 @@ def test_features_do_not_depend_on_padding_or_company(small):
     for sample in samples:
         rows = len(sample.tokens)
         visible = Visible(jnp.zeros(1, jnp.int32), jnp.tri(rows, dtype=bool)[None])
-        alone, _, _ = target.model(
-            jnp.asarray(sample.tokens)[None], jnp.arange(rows)[None], visible, None
+        alone, taps, _ = target.model(
+            jnp.asarray(sample.tokens)[None], jnp.arange(rows)[None], visible, None, TAPS
         )
-        np.testing.assert_allclose(features[at : at + rows], alone[0], atol=5e-3)
+        found = features[at : at + rows]
+        np.testing.assert_allclose(found[:, :HIDDEN], alone[0], atol=5e-3)
+        np.testing.assert_allclose(found[:, HIDDEN:], taps[0], atol=5e-3)
         at += rows
 
 
 def test_extraction_resumes_and_refuses_other_samples(small, tmp_path):
     target, samples, features = small
-    extract(target.model, samples, tmp_path)
+    extract(target.model, samples, tmp_path, TAPS)
     marker = tmp_path / "progress.json"
     state = json.loads(marker.read_text())
     marker.write_text(json.dumps({**state, "batches": state["batches"] - 1}))
-    np.testing.assert_array_equal(extract(target.model, samples, tmp_path), features)
-    with pytest.raises(InputError, match="other samples"):
-        extract(target.model, samples[1:], tmp_path)
+    np.testing.assert_array_equal(extract(target.model, samples, tmp_path, TAPS), features)
+    for others, taps in ((samples[1:], TAPS), (samples, (0,))):
+        with pytest.raises(InputError, match="other samples"):
+            extract(target.model, others, tmp_path, taps)
 
 
 def test_packing_keeps_documents_whole_and_weights_by_owner():
@@ -98,14 +113,15 @@ def test_packing_keeps_documents_whole_and_weights_by_owner():
         pack(samples, 8, 1.0, ())
 
 
-def test_unrolled_steps_against_brute_force(small):
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_unrolled_steps_against_brute_force(small, method):
     """Each row's steps are run one at a time through the head with an explicit row cache."""
     target, samples, features = small
     data = corpus(samples, features)
     batch = jax.tree.map(jnp.asarray, data.batch(np.array([0])))
     ids = draft_vocabulary(samples, 61, 30)
-    frozen = lend(target.model, ids)
-    head = initial_head(target.model, DrafterConfig.like(target.config, 30), 0)
+    frozen = lend(target.model, ids, data)
+    head = new_head(target, method, ids)
     weights = Objective(steps=3, step_decay=0.7, feature_weight=0.8, token_weight=0.3)
 
     from eagle_jax.nn.attention import Visible
@@ -123,12 +139,13 @@ def test_unrolled_steps_against_brute_force(small):
     def terms(predicted, wanted):
         d = np.abs(predicted - wanted)
         smooth = np.where(d < 1, 0.5 * d**2, d - 0.5).mean()
-        rows = np.asarray(frozen.head_rows)
-        teacher = np.asarray(jax.nn.softmax(jnp.asarray(rows @ wanted)))
-        return smooth, -(teacher * np.asarray(jax.nn.log_softmax(rows @ predicted))).sum()
+        teacher = np.asarray(jax.nn.softmax(jnp.asarray(frozen.head_rows @ wanted)))
+        own = frozen.head_rows if head.lm_head is None else head.lm_head[...]
+        return smooth, -(teacher * np.asarray(jax.nn.log_softmax(own @ predicted))).sum()
 
     document, weight = np.asarray(batch.document[0]), np.asarray(batch.weight[0])
     tokens, true = np.asarray(batch.tokens[0]), np.asarray(batch.features[0])
+    read = head.fuse(batch.taps * frozen.tap_scale if method == "eagle3" else batch.features)[0]
     sums = np.zeros((3, 3))
     earlier = None
     for t in range(len(document)):  # the first document of the row
@@ -136,7 +153,7 @@ def test_unrolled_steps_against_brute_force(small):
             break
         if t + 1 >= len(document) or document[t + 1] != document[t]:
             continue
-        out, earlier = one(tokens[t + 1], true[t], t, earlier)
+        out, earlier = one(tokens[t + 1], read[t], t, earlier)
         keys = earlier
         for step in range(3):
             if step:
@@ -144,7 +161,7 @@ def test_unrolled_steps_against_brute_force(small):
                 if at + 1 >= len(document) or document[at + 1] != document[t]:
                     break
                 out, keys = one(tokens[at + 1], out, t + step, keys)
-            smooth, cross = terms(np.asarray(out), true[t + 1 + step])
+            smooth, cross = terms(np.asarray(head.readout(out)), true[t + 1 + step])
             w = weight[t + step]
             sums[step] += [w, w * smooth, w * cross]
     first = jnp.where(batch.document == batch.document[0, 0], batch.weight, 0.0)
@@ -160,8 +177,9 @@ def test_unrolled_steps_against_brute_force(small):
 def test_documents_do_not_see_one_another(small):
     target, samples, features = small
     batch = corpus(samples, features).batch(np.array([0]))
-    frozen = lend(target.model, draft_vocabulary(samples, 61, 61))
-    head = initial_head(target.model, DrafterConfig.like(target.config, 61), 0)
+    ids = draft_vocabulary(samples, 61, 61)
+    frozen = lend(target.model, ids, corpus(samples, features))
+    head = new_head(target, "eagle", ids)
     second = batch.document[0] == 1
     assert second.any()
 
@@ -178,12 +196,12 @@ def test_documents_do_not_see_one_another(small):
 FIT = FitConfig(epochs=6, batch=1, learning_rate=0.02, checkpoint_every=6)
 
 
-def run_fit(small, folder, config):
+def run_fit(small, folder, config, method="eagle"):
     target, samples, features = small
     data = corpus(samples, features)
     ids = draft_vocabulary(samples, 61, 61)
-    head = initial_head(target.model, DrafterConfig.like(target.config, 61), 0)
-    return fit(head, lend(target.model, ids), data, data, config, folder), ids
+    head = new_head(target, method, ids)
+    return fit(head, lend(target.model, ids, data), data, data, config, folder), ids
 
 
 def test_resume_is_bit_for_bit(small, tmp_path):
@@ -198,8 +216,8 @@ def test_resume_is_bit_for_bit(small, tmp_path):
 
     target, samples, features = small
     data = corpus(samples, features)
-    lent = lend(target.model, draft_vocabulary(samples, 61, 61))
-    head = initial_head(target.model, DrafterConfig.like(target.config, 61), 0)
+    ids = draft_vocabulary(samples, 61, 61)
+    lent, head = lend(target.model, ids, data), new_head(target, "eagle", ids)
     with pytest.raises(Killed):  # killed after step 12 was logged and before it was saved
         fit(head, lent, data, data, FIT, tmp_path / "cut", stop)
     resumed, _ = run_fit(small, tmp_path / "cut", FIT)
@@ -207,14 +225,18 @@ def test_resume_is_bit_for_bit(small, tmp_path):
         np.testing.assert_array_equal(array, parameters(resumed)[name], err_msg=name)
 
 
-def test_overfits_and_decodes_as_trained(small, tmp_path):
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_overfits_and_decodes_as_trained(small, tmp_path, method):
     """Eight conversations are learnt, and the decode cycle accepts what training promised."""
     target, samples, features = small
     goal = Objective(steps=2, token_weight=1.0, noise=0.0)
     config = dataclasses.replace(FIT, epochs=250, checkpoint_every=1000, objective=goal)
-    head, ids = run_fit(small, tmp_path, config)
-    batch = jax.tree.map(jnp.asarray, corpus(samples, features).batch(np.arange(3)))
-    _, parts = objective(head, lend(target.model, ids), batch, None, config.objective)
+    head, ids = run_fit(small, tmp_path, config, method)
+    data = corpus(samples, features)
+    batch = jax.tree.map(jnp.asarray, data.batch(np.arange(3)))
+    frozen = lend(target.model, ids, data)
+    frozen = frozen.replace(tap_scale=np.ones_like(frozen.tap_scale))  # folded into the head
+    _, parts = objective(head, frozen, batch, None, config.objective)
     trained = np.asarray(parts["hits"] / parts["supervised"])
     assert trained[0] >= 0.95
     drafter = LoadedDrafter("fitted", bind(head, ids, target))

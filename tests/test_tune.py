@@ -21,14 +21,21 @@ TABLE = [
 def measured(monkeypatch, tmp_path):
     """Fixed costs instead of measured ones; counts how often they are asked for."""
     monkeypatch.setenv("EAGLE_JAX_CACHE", str(tmp_path))
-    costs = {"pass": {1: 10.0, 4: 12.0, 8: 14.0}, "draft": 1.0, "asked": 0}
+    costs = {"pass": {1: 10.0, 4: 12.0, 8: 14.0}, "draft": 1.0, "cycle": {}, "asked": 0}
 
     def target_pass_ms(target, nodes, batch):
         costs["asked"] += 1
         return costs["pass"][nodes]
 
     monkeypatch.setattr(tune, "target_pass_ms", target_pass_ms)
+
+    def cycle_ms(engine, prompts):
+        shape = engine.shape
+        drafts = costs["draft"] if shape.nodes > 1 else 0.0
+        return costs["cycle"].get(shape.nodes, costs["pass"][shape.nodes] + drafts)
+
     monkeypatch.setattr(tune, "draft_ms", lambda target, drafter, shape, batch: costs["draft"])
+    monkeypatch.setattr(tune, "cycle_ms", cycle_ms)
     return costs
 
 
@@ -45,6 +52,12 @@ def test_takes_the_fastest_tree(measured):
 def test_a_steep_cost_curve_takes_a_smaller_tree(measured):
     target = tiny_target()
     measured["pass"][8] = 22.0
+    assert best_tree(target, drafter_for(target)) == TreeShape(4, 3, 1)
+
+
+def test_whole_cycles_have_the_last_word(measured):
+    target = tiny_target()
+    measured["cycle"] = {8: 21.0}
     assert best_tree(target, drafter_for(target)) == TreeShape(4, 3, 1)
 
 

@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 
 from eagle_jax import hub
-from eagle_jax.config import DrafterConfig
-from eagle_jax.drafters.load import LoadedDrafter, bind, save_head
+from eagle_jax.config import DrafterConfig, default_taps
+from eagle_jax.drafters.load import HEADS, LoadedDrafter, bind, save_head
 from eagle_jax.errors import EagleError, InputError
 from eagle_jax.target.load import Target, load_target
 from train.data import Sample, draft_vocabulary, pack, read_answers
 from train.evaluate import tau_by_tree
 from train.features import extract
-from train.fit import Corpus, FitConfig, fit, initial_head, lend
+from train.fit import Corpus, FitConfig, fit, lend
 from train.loss import Objective
+from train.start import initial_head
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
         required=True,
         help="JSON lines with `prompt` and `out`, the target's own answers as token ids; .gz too",
     )
+    p.add_argument("--method", choices=sorted(HEADS), default="eagle", help="kind of head")
     p.add_argument("--out", type=Path, required=True, help="folder of features, checkpoints, head")
     p.add_argument("--max-length", type=int, default=512, help="longer conversations are cut")
     p.add_argument("--draft-vocab", type=int, default=8192, help="ids that the head can draft")
@@ -37,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--epochs", type=int, default=FitConfig.epochs)
     p.add_argument("--batch", type=int, default=FitConfig.batch, help="packed rows a step")
     p.add_argument("--learning-rate", type=float, default=FitConfig.learning_rate)
+    p.add_argument("--weight-decay", type=float, default=FitConfig.weight_decay)
     p.add_argument("--steps", type=int, default=Objective.steps, help="unrolled steps")
     p.add_argument("--feature-weight", type=float, default=Objective.feature_weight)
     p.add_argument("--token-weight", type=float, default=Objective.token_weight)
@@ -59,7 +62,7 @@ def corpus(samples: list[Sample], chosen, features, target: Target, arguments) -
     """Packs the chosen samples; features stay on disk, in the order of all samples."""
     packed = pack(samples, arguments.max_length, arguments.prompt_weight, target.eos, chosen)
     tokens = np.concatenate([sample.tokens for sample in samples])
-    return Corpus(packed, tokens, features)
+    return Corpus(packed, tokens, features, target.config.hidden_size)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,26 +79,27 @@ def run(arguments: argparse.Namespace) -> None:
     target = load_target(arguments.target)
     samples = read_answers(arguments.answers, target.config.vocab_size, arguments.max_length)
     total = sum(len(sample.tokens) for sample in samples)
-    size = total * target.config.hidden_size * 2 / 2**30
+    taps = default_taps(target.config.num_layers) if arguments.method == "eagle3" else ()
+    size = total * (1 + len(taps)) * target.config.hidden_size * 2 / 2**30
     print(f"{len(samples)} conversations, {total} tokens; features take {size:.2f} GiB", flush=True)
 
     def progress(done: int, of: int) -> None:
         print(f"features {done}/{of}", flush=True)
 
-    features = extract(target.model, samples, arguments.out / "features", progress)
+    features = extract(target.model, samples, arguments.out / "features", taps, progress)
     chosen, held = split(samples, arguments.seed)
     train = corpus(samples, chosen, features, target, arguments)
     valid = corpus(samples, held, features, target, arguments)
     draft_ids = draft_vocabulary(
         [samples[i] for i in chosen], target.config.vocab_size, arguments.draft_vocab
     )
-    head = initial_head(
-        target.model, DrafterConfig.like(target.config, arguments.draft_vocab), arguments.seed
-    )
+    config = DrafterConfig.like(target.config, arguments.draft_vocab, taps)
+    head = initial_head(target.model, config, arguments.seed, draft_ids)
     settings = FitConfig(
         epochs=arguments.epochs,
         batch=arguments.batch,
         learning_rate=arguments.learning_rate,
+        weight_decay=arguments.weight_decay,
         seed=arguments.seed,
         objective=Objective(
             steps=arguments.steps,
@@ -105,7 +109,9 @@ def run(arguments: argparse.Namespace) -> None:
         ),
     )
     print(f"fitting on {len(train)} packed rows, {len(valid)} held out", flush=True)
-    head = fit(head, lend(target.model, draft_ids), train, valid, settings, arguments.out, _print)
+    head = fit(
+        head, lend(target.model, draft_ids, train), train, valid, settings, arguments.out, _print
+    )
     prompts = [samples[i].tokens[: samples[i].answer_start] for i in held]
     drafter = LoadedDrafter("trained", bind(head, draft_ids, target))
     tau = tau_by_tree(target, drafter, [p.tolist() for p in prompts][: arguments.tau_prompts])
@@ -117,8 +123,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _recipe(arguments: argparse.Namespace, conversations: int, tokens: int) -> dict:
-    names = ("epochs", "batch", "learning_rate", "steps", "feature_weight", "token_weight", "noise")
-    recipe = {name: getattr(arguments, name) for name in (*names, "prompt_weight", "seed")}
+    names = ("epochs", "batch", "learning_rate", "weight_decay", "steps", "feature_weight")
+    names += ("token_weight", "noise", "prompt_weight", "seed")
+    recipe = {name: getattr(arguments, name) for name in names}
     return {"conversations": conversations, "tokens": tokens, **recipe}
 
 

@@ -21,9 +21,13 @@ ROWS_PER_BATCH = 4096
 
 
 def extract(
-    model: Transformer, samples: Sequence[Sample], folder: Path, progress=None
+    model: Transformer,
+    samples: Sequence[Sample],
+    folder: Path,
+    taps: Sequence[int] = (),
+    progress=None,
 ) -> np.memmap:
-    """Writes the features of every token of every sample, in the samples' order.
+    """Writes the features and taps of every token of every sample, in the samples' order.
 
     A killed run goes on where it stopped. Padding goes to multiples of 32 tokens.
 
@@ -31,30 +35,34 @@ def extract(
       model: the target.
       samples: what to run through it.
       folder: receives `features.f16` and `progress.json`.
+      taps: layers whose input is kept beside the features; see `Transformer`.
       progress: called with (positions done, positions in all).
 
     Returns:
-      `[sum of lengths, hidden]` float16, read-only.
+      `[sum of lengths, (1 + len(taps)) * hidden]` float16, read-only: features, then taps.
 
     Raises:
-      InputError: the folder holds features of other samples.
+      InputError: the folder holds features of other samples or taps.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lengths = np.array([len(s.tokens) for s in samples])
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    shape = (int(starts[-1]), model.config.hidden_size)
-    digest = hashlib.sha256(b"".join(s.tokens.tobytes() for s in samples)).hexdigest()
+    shape = (int(starts[-1]), (1 + len(taps)) * model.config.hidden_size)
+    digest = hashlib.sha256(b"".join(s.tokens.tobytes() for s in samples))
+    digest = digest.hexdigest() + "".join(f"-{tap}" for tap in taps)
     data, marker = folder / "features.f16", folder / "progress.json"
     done = 0
     if marker.is_file():
         state = json.loads(marker.read_text())
         if state["samples"] != digest:
-            raise InputError(f"{folder} holds features of other samples; choose an empty folder")
+            raise InputError(
+                f"{folder} holds features of other samples or taps; choose an empty folder"
+            )
         done = state["batches"]
     out = np.memmap(data, np.float16, "r+" if done else "w+", shape=shape)
 
     graph, state = nnx.split(model)
-    forward = jax.jit(lambda state, tokens, length: _features(graph, state, tokens, length))
+    forward = jax.jit(lambda state, *of: _features(graph, state, taps, *of))
     finished = 0
     for number, (width, members) in enumerate(_batches(lengths)):
         finished += int(lengths[members].sum())
@@ -84,10 +92,11 @@ def _batches(lengths: np.ndarray):
             yield int(width), members[at : at + size]
 
 
-def _features(graph, state, tokens: jax.Array, length: jax.Array) -> jax.Array:
+def _features(graph, state, taps, tokens: jax.Array, length: jax.Array) -> jax.Array:
     model = nnx.merge(graph, state)
     at = jnp.arange(tokens.shape[1])
     fresh = (at[:, None] >= at) & (at < length[:, None, None])
     visible = Visible(length=jnp.zeros_like(length), fresh=fresh)
     positions = jnp.broadcast_to(at, tokens.shape)
-    return model(tokens, positions, visible, None)[0]
+    features, streams, _ = model(tokens, positions, visible, None, taps)
+    return jnp.concatenate([features, streams], axis=-1)

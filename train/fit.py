@@ -15,9 +15,8 @@ import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from eagle_jax.config import DrafterConfig
-from eagle_jax.drafters.eagle import EagleHead
-from eagle_jax.nn.modules import fill, parameters
+from eagle_jax.drafters.feature import Head
+from eagle_jax.nn.modules import parameters
 from eagle_jax.target.transformer import Transformer
 from train.data import Packed
 from train.loss import Batch, Frozen, Objective, objective
@@ -31,14 +30,16 @@ class FitConfig:
       epochs: passes over the packed rows.
       batch: packed rows a step, or all where there are fewer.
       learning_rate: peak rate of Muon on matrices; vectors use AdamW at a tenth of it.
+      weight_decay: of matrices, times the rate, a step.
       warmup: share of the steps with a rising rate; the rate then falls to zero along a cosine.
       checkpoint_every: steps between checkpoints.
       seed: of initialisation, order and noise.
     """
 
     epochs: int = 6
-    batch: int = 4
+    batch: int = 8
     learning_rate: float = 0.01
+    weight_decay: float = 0.0
     warmup: float = 0.03
     checkpoint_every: int = 100
     seed: int = 0
@@ -46,73 +47,63 @@ class FitConfig:
 
 
 class Corpus:
-    """Packed rows with their tokens and features; gives batches."""
+    """Packed rows with their tokens and the target's features and taps; gives batches."""
 
-    def __init__(self, packed: Packed, tokens: np.ndarray, features: np.ndarray):
-        self.packed, self.tokens, self.features = packed, tokens, features
+    def __init__(self, packed: Packed, tokens: np.ndarray, features: np.ndarray, hidden: int):
+        """Takes what `extract` wrote for a target of `hidden` size."""
+        self.packed, self.tokens = packed, tokens
+        self.features, self.hidden = features, hidden
 
     def __len__(self) -> int:
         return len(self.packed)
 
+    def tap_scale(self, positions: int = 4096) -> np.ndarray:
+        """`[len(taps) * hidden]` factors that bring every tap to the size of the last one.
+
+        Sizes are medians over positions, since attention sinks are a hundred times larger.
+        """
+        taps = self.features[: min(positions, len(self.features)), self.hidden :]
+        count = taps.shape[1] // self.hidden
+        taps = taps.astype(np.float32).reshape(len(taps), count, self.hidden)
+        size = np.median(np.sqrt((taps**2).mean(axis=2)), axis=0)
+        return np.repeat(size[-1:] / np.maximum(size, 1e-6), self.hidden).astype(np.float32)
+
     def batch(self, rows: np.ndarray) -> Batch:
         source = self.packed.source[rows]
         real = source >= 0
-        at = np.maximum(source, 0)
+        at, hidden = np.maximum(source, 0), self.hidden
+        signals = np.where(real[..., None], self.features[at], 0).astype(np.float32)
         return Batch(
             tokens=np.where(real, self.tokens[at], 0).astype(np.int32),
-            features=np.where(real[..., None], self.features[at], 0).astype(np.float32),
+            features=signals[..., :hidden],
+            taps=signals[..., hidden:],
             document=self.packed.document[rows],
             position=self.packed.position[rows],
             weight=self.packed.weight[rows],
         )
 
 
-def lend(model: Transformer, draft_ids: np.ndarray) -> Frozen:
-    """The target's embedding and the LM head rows of the draft vocabulary, in float32."""
+def lend(model: Transformer, draft_ids: np.ndarray, train: Corpus) -> Frozen:
+    """What training needs of the target, in float32; see `Frozen`."""
     return Frozen(
         embed=model.embed[...].astype(jnp.float32),
         head_rows=model.head_weight[draft_ids].astype(jnp.float32),
+        tap_scale=train.tap_scale(),
     )
 
 
-def initial_head(model: Transformer, config: DrafterConfig, seed: int) -> EagleHead:
-    """A head that starts as the target's own last layer, where the sizes agree.
-
-    The layer works on the residual stream, the head on features, which are the stream after the
-    final norm: scaled to unit mean square and multiplied by the norm's weight. That weight is
-    folded into the matrices, so that the layer sees and writes what it is used to.
-    """
-    head = EagleHead(config, rngs=nnx.Rngs(seed))
-    last = model.layers[-1]
-    weights, source = parameters(head), parameters(last)
-    same = all(source[n].shape == weights[f"layer.{n}"].shape for n in source if "input" not in n)
-    hidden = config.hidden_size
-    identity = jnp.concatenate([0.1 * jnp.eye(hidden), jnp.eye(hidden)], axis=1)
-    weights["fc.weight"] = 0.2 * weights["fc.weight"] + identity
-    if same:
-        final = model.norm.weight[...].astype(jnp.float32)
-        into = {n: a.astype(jnp.float32) for n, a in source.items()}
-        weights["layer.attention.qkv.weight"] = into["attention.qkv.weight"] * (
-            into["input_norm.weight"] / final
-        )
-        weights["layer.mlp_norm.weight"] = into["mlp_norm.weight"] / final
-        weights["layer.mlp.gate_up.weight"] = into["mlp.gate_up.weight"]
-        for name in ("attention.out.weight", "mlp.down.weight"):
-            weights[f"layer.{name}"] = 0.1 * into[name] * final[:, None]
-    return fill(lambda: EagleHead(config, rngs=nnx.Rngs(0)), weights)
-
-
 def fit(
-    head: EagleHead,
+    head: Head,
     frozen: Frozen,
     train: Corpus,
     valid: Corpus,
     config: FitConfig,
     folder: Path,
     log: Callable[[dict], None] = lambda row: None,
-) -> EagleHead:
+) -> Head:
     """Fits the head; resumes from the newest checkpoint in `folder`, bit for bit.
 
+    The head given reads scaled taps (see `Frozen.tap_scale`), the one returned reads true ones.
     Metrics go to `metrics.csv` there: losses and acceptance by unrolled step.
     """
     size = min(config.batch, len(train))
@@ -126,10 +117,14 @@ def fit(
     )
     optimiser = optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.contrib.muon(schedule, adam_learning_rate=lambda step: 0.1 * schedule(step)),
+        optax.contrib.muon(
+            schedule,
+            weight_decay=config.weight_decay,
+            adam_learning_rate=lambda step: 0.1 * schedule(step),
+        ),
     )
 
-    def build(params) -> EagleHead:
+    def build(params) -> Head:
         flat = [(tuple(_path(name)), nnx.Param(params[name])) for name in names]
         return nnx.merge(graph, nnx.from_flat_state(flat))
 
@@ -175,6 +170,8 @@ def fit(
                 state = {"params": params, "opt_state": opt_state}
                 manager.save(done, args=ocp.args.StandardSave(state))
         manager.wait_until_finished()
+    if "fc.weight" in params and frozen.tap_scale.size:
+        params = params | {"fc.weight": params["fc.weight"] * frozen.tap_scale}
     return build(params)
 
 

@@ -1,4 +1,4 @@
-"""The EAGLE-1 objective, with optional unrolled steps.
+"""The objective of EAGLE heads, with unrolled steps.
 
 Feature regression (SmoothL1) plus a weighted soft cross-entropy of the tokens that follow (arXiv
 2401.15077, section 3.2). With more than one step the head is also trained on its own outputs, as it
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from eagle_jax.drafters.eagle import EagleHead
+from eagle_jax.drafters.feature import Head
 from eagle_jax.nn.attention import Visible
 
 
@@ -45,6 +45,7 @@ class Batch:
     Attributes:
       tokens: `[B, T]` int32.
       features: `[B, T, hidden]` float32.
+      taps: `[B, T, len(taps) * hidden]` float32 what an EAGLE-3 head reads.
       document: `[B, T]` int32, -1 is padding.
       position: `[B, T]` int32.
       weight: `[B, T]` float32 weight of each row's first prediction.
@@ -52,6 +53,7 @@ class Batch:
 
     tokens: jax.Array
     features: jax.Array
+    taps: jax.Array
     document: jax.Array
     position: jax.Array
     weight: jax.Array
@@ -59,15 +61,23 @@ class Batch:
 
 @struct.dataclass
 class Frozen:
-    """What the target lends: embedding `[V, hidden]`, and LM head rows of the draft
-    vocabulary `[draft_vocab, hidden]`."""
+    """What the target lends.
+
+    Attributes:
+      embed: `[V, hidden]` its embedding.
+      head_rows: `[draft_vocab, hidden]` its LM head's rows of the draft vocabulary.
+      tap_scale: `[len(taps) * hidden]` factors of the taps. Residual streams grow with depth, by
+        ten times and more: unless the low ones are scaled up, a rate that suits the weights of the
+        high tap leaves theirs where they began. `fit` folds the factors into `fc` afterwards.
+    """
 
     embed: jax.Array
     head_rows: jax.Array
+    tap_scale: jax.Array
 
 
 def objective(
-    head: EagleHead, frozen: Frozen, batch: Batch, key: jax.Array | None, weights: Objective
+    head: Head, frozen: Frozen, batch: Batch, key: jax.Array | None, weights: Objective
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss and its parts.
 
@@ -78,9 +88,10 @@ def objective(
       The scalar loss, and sums by step: `hits` (the draft's best token is the target's),
       `supervised` (weight of the rows), `feature_loss`, `token_loss`; each `[steps]`.
     """
-    inputs = batch.features
+    inputs = batch.taps * frozen.tap_scale if head.config.taps else batch.features
     if key is not None:
         inputs += jax.random.uniform(key, inputs.shape, minval=-weights.noise, maxval=weights.noise)
+    inputs = head.fuse(inputs)
     rows = jnp.arange(batch.tokens.shape[1])
     same = batch.document[:, :, None] == batch.document[:, None, :]
     visible = same & (rows[:, None] >= rows)
@@ -89,6 +100,7 @@ def objective(
     target_logits = batch.features @ frozen.head_rows.T
     teacher = jax.nn.log_softmax(target_logits)
 
+    own = frozen.head_rows if head.lm_head is None else head.lm_head[...]
     total, parts, earlier = 0.0, [], None
     for step in range(weights.steps):
         tokens = _ahead(batch.tokens, step + 1)
@@ -104,9 +116,8 @@ def objective(
             None,
             earlier,
         )
-        loss, part = _step_loss(
-            predicted, wanted, _ahead(teacher, step + 1), weight, frozen, weights
-        )
+        read = head.readout(predicted)
+        loss, part = _step_loss(read, wanted, _ahead(teacher, step + 1), weight, own, weights)
         total += weights.step_decay**step * loss
         parts.append(part)
         inputs = predicted
@@ -114,10 +125,10 @@ def objective(
     return total, {name: jnp.stack([part[name] for part in parts]) for name in parts[0]}
 
 
-def _step_loss(predicted, wanted, teacher, weight, frozen: Frozen, weights: Objective):
+def _step_loss(predicted, wanted, teacher, weight, rows, weights: Objective):
     difference = jnp.abs(predicted - wanted)
     smooth = jnp.where(difference < 1, 0.5 * difference**2, difference - 0.5).mean(axis=-1)
-    log_probs = jax.nn.log_softmax(predicted @ frozen.head_rows.T)
+    log_probs = jax.nn.log_softmax(predicted @ rows.T)
     cross = -(jnp.exp(teacher) * log_probs).sum(axis=-1)
     supervised = weight.sum()
     feature_loss, token_loss = (weight * smooth).sum(), (weight * cross).sum()

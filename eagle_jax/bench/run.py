@@ -69,6 +69,8 @@ def bench(
                 steady.append(result.stats.seconds + result.stats.prefill_seconds)
         compile_s += max(0.0, first - sum(steady) / runs)
         rows.append(_row(target, prompt, ids, plain, spec, times, sampling, seed))
+        if number == 0:
+            parts = _parts(target, used, tree, ids)
         if replay:
             target.engines.pop((used, tree), None)
         print(f"{number + 1}/{len(prompts)} {_line(rows[-1])}", file=sys.stderr, flush=True)
@@ -79,7 +81,7 @@ def bench(
     report["settings"] = {"max_new_tokens": max_new_tokens, "runs": runs, "seed": seed}
     report["settings"]["temperature"] = sampling.temperature
     report["compile_s"] = compile_s
-    report |= _parts(target, drafter, tree, encode(target, prompts[0].text, chat=True))
+    report |= parts
     report |= _where()
     if transformers:
         from eagle_jax.bench.peer import transformers_tokens_per_s
@@ -127,17 +129,10 @@ def _row(target, prompt, ids, plain: Generation, spec: Generation, times, sampli
 def _parts(target: Target, drafter: LoadedDrafter | None, tree: TreeShape, ids) -> dict[str, Any]:
     curve = cost_curve_ms(target, sorted({*CURVE, tree.nodes}))
     report: dict[str, Any] = {"cost_curve_ms": {str(n): curve[n] for n in CURVE}}
-    used = drafter or NO_DRAFTER
-    shape = tree if drafter else PLAIN
-    report["draft_ms"] = draft_ms(target, drafter, tree) if drafter and tree.nodes > 1 else 0.0
-    runner = engine(target, used if shape.nodes > 1 else NO_DRAFTER, shape)
-    budget = 20 * (shape.depth + 1)
-
-    def start():
-        return runner.start([ids], budget, Sampling(), [0], ())
-
-    report["cycle_ms"] = cycle_ms(runner, start)
-    report["overhead_ms"] = report["cycle_ms"] - curve[shape.nodes] - report["draft_ms"]
+    drafts = drafter is not None and tree.nodes > 1
+    report["draft_ms"] = draft_ms(target, drafter, tree) if drafts else 0.0
+    report["cycle_ms"] = cycle_ms(engine(target, drafter if drafts else NO_DRAFTER, tree), [ids])
+    report["overhead_ms"] = report["cycle_ms"] - curve[tree.nodes] - report["draft_ms"]
     return report
 
 

@@ -33,8 +33,12 @@ def prefill(
     """
     rows = jnp.arange(chunk.shape[1], dtype=jnp.int32)
     causal = jnp.broadcast_to(rows[:, None] >= rows, (len(chunk), len(rows), len(rows)))
-    features, _, fresh = model(
-        chunk, state.length[:, None] + rows, Visible(state.length, causal), state.caches
+    features, tapped, fresh = model(
+        chunk,
+        state.length[:, None] + rows,
+        Visible(state.length, causal),
+        state.caches,
+        drafter.taps,
     )
     path = jnp.broadcast_to(rows, chunk.shape)
     caches = tuple(
@@ -55,7 +59,9 @@ def prefill(
         length=length,
         done=jnp.where(final, stopped, state.done),
         caches=caches,
-        drafter=drafter.observe(state.drafter, following, features, state.length, count),
+        drafter=drafter.observe(
+            state.drafter, following, tapped if drafter.taps else features, state.length, count
+        ),
     )
 
 
@@ -69,11 +75,12 @@ def cycle(
     with jax.named_scope("propose"):
         tree = drafter.propose(state.drafter, root, length, draw, shape)
     with jax.named_scope("verify"):
-        features, _, fresh = model(
+        features, tapped, fresh = model(
             tree.tokens,
             length[:, None] + tree.depth,
             Visible(length, tree.ancestors),
             state.caches,
+            drafter.taps,
         )
         drawn = draw.choose(model.head(features), tree.depth)
     walked = walk(tree, drawn, shape.depth)
@@ -93,7 +100,8 @@ def cycle(
             commit_rows(cache, new, walked.path, length)
             for cache, new in zip(state.caches, fresh, strict=True)
         )
-        true_features = jnp.take_along_axis(features, walked.path[..., None], axis=1)
+        true_features = tapped if drafter.taps else features
+        true_features = jnp.take_along_axis(true_features, walked.path[..., None], axis=1)
     with jax.named_scope("observe"):
         drafts = drafter.observe(state.drafter, walked.drawn, true_features, length, count)
     active = ~state.done

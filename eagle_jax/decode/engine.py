@@ -29,6 +29,11 @@ def prompt_bucket(length: int) -> int:
     return min(CHUNK, max(16, 1 << (length - 1).bit_length()))
 
 
+def _padded(length: int) -> int:
+    chunk = prompt_bucket(length)
+    return -(-length // chunk) * chunk
+
+
 def slot_bucket(length: int) -> int:
     """Cache slots for `length` tokens: the next power of two, or three quarters of it, from 64."""
     size = max(64, 1 << (length - 1).bit_length())
@@ -60,13 +65,14 @@ class Engine:
         def step(model, drafter, state):
             return cycle(model, drafter, state, shape)
 
-        def run(model, drafter, state):
+        def run(model, drafter, state, enough):
             body = functools.partial(step, model, drafter)
-            return jax.lax.while_loop(lambda state: ~state.done.all(), body, state)
+            return jax.lax.while_loop(lambda state: state.done.sum() < enough, body, state)
 
         self._prefill = program("prefill", prefill)
         self._cycle = program("cycle", step)
         self._run = program("run", run)
+        self._insert = jax.jit(_insert, donate_argnums=0)
 
     def start(
         self,
@@ -75,20 +81,25 @@ class Engine:
         sampling: Sampling,
         seeds: Sequence[int],
         stops: Sequence[int],
+        slots: int | None = None,
     ) -> DecodeState:
         """Prefills the prompts and draws each row's first token.
 
+        `slots` sets the size of the caches, for rows that are to join a larger batch.
+
         Raises:
           InputError: an empty prompt, a token id outside the vocabulary, or a prompt and budget
-            beyond the target's context.
+            beyond the target's context or the slots.
         """
         config = self.model.config
         check_prompts(prompts, max_new_tokens, config.vocab_size, config.context)
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        chunk = prompt_bucket(int(lengths.max()))
-        padded = -(-int(lengths.max()) // chunk) * chunk
-        window = int(lengths.max()) + max_new_tokens + self.shape.depth + 1
-        slots = slot_bucket(max(padded, window))
+        longest = int(lengths.max())
+        chunk, padded = prompt_bucket(longest), _padded(longest)
+        needed = self.slots(longest, max_new_tokens)
+        slots = needed if slots is None else slots
+        if slots < needed:
+            raise InputError(f"these prompts and budgets need {needed} cache slots, got {slots}")
         tokens = np.zeros((len(prompts), slots), np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
@@ -103,13 +114,27 @@ class Engine:
             )
         return state
 
+    def slots(self, longest: int, max_new_tokens: int) -> int:
+        """Cache slots for prompts of up to `longest` tokens and their answers."""
+        return slot_bucket(max(_padded(longest), longest + max_new_tokens + self.shape.depth + 1))
+
     def step(self, state: DecodeState) -> DecodeState:
         """One cycle; the state given is donated."""
         return self._cycle(self._weights, state)
 
-    def run(self, state: DecodeState) -> DecodeState:
-        """Cycles until every row is done, in one program; the state given is donated."""
-        return self._run(self._weights, state)
+    def run(self, state: DecodeState, enough: int | None = None) -> DecodeState:
+        """Cycles until `enough` rows are done (all of them by default), in one program.
+
+        The state given is donated.
+        """
+        return self._run(self._weights, state, len(state.done) if enough is None else enough)
+
+    def insert(self, state: DecodeState, rows: Sequence[int], other: DecodeState) -> DecodeState:
+        """Puts the rows of `other` in the place of batch rows `rows` of `state`, which is donated.
+
+        Both have the same slots and settings; a row number beyond the batch leaves its row out.
+        """
+        return self._insert(state, np.asarray(rows, np.int32), other)
 
     def compiled_cycle(self, state: DecodeState) -> Any:
         """The compiled cycle for a state's shapes, for its memory analysis."""
@@ -139,6 +164,10 @@ class Engine:
             caches=empty_cache(self.model.config, batch, slots, self.model.embed[...].dtype),
             drafter=self.drafter.init(batch, slots),
         )
+
+
+def _insert(state: DecodeState, rows: jax.Array, other: DecodeState) -> DecodeState:
+    return jax.tree.map(lambda into, new: into.at[rows].set(new, mode="drop"), state, other)
 
 
 def check_prompts(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from eagle_jax.config import TreeShape
+from eagle_jax.config import Sampling, TreeShape
 from eagle_jax.decode.engine import Engine
 from eagle_jax.drafters.load import LoadedDrafter
 from eagle_jax.nn.attention import Visible
@@ -21,12 +21,12 @@ from eagle_jax.target.load import Target
 
 SLOTS = 384  # cache slots, and
 FILLED = 192  # committed tokens, that a pass is timed with
+LOOP = 4  # passes of one timed call, so that a pass costs what it costs within `generate`'s loop
 
 
-def median_ms(call: Callable[[], Any], repeats: int = 9) -> float:
-    """Median wall time of a call in milliseconds, after two calls that warm it up."""
-    for _ in range(2):
-        jax.block_until_ready(call())
+def median_ms(call: Callable[[], Any], repeats: int = 5) -> float:
+    """Median wall time of a call in milliseconds, after one call that warms it up."""
+    jax.block_until_ready(call())
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -35,7 +35,7 @@ def median_ms(call: Callable[[], Any], repeats: int = 9) -> float:
     return 1e3 * statistics.median(times)
 
 
-def target_pass_ms(target: Target, nodes: int, batch: int = 1, repeats: int = 9) -> float:
+def target_pass_ms(target: Target, nodes: int, batch: int = 1) -> float:
     """A target pass over a chain of `nodes` nodes a row, with LM head and greedy draw."""
     graph, state = nnx.split(target.model)
     leaves, structure = jax.tree.flatten(state)
@@ -48,16 +48,18 @@ def target_pass_ms(target: Target, nodes: int, batch: int = 1, repeats: int = 9)
         causal = jnp.broadcast_to(at[:, None] >= at, (batch, nodes, nodes))
         visible = Visible(jnp.full(batch, FILLED), causal)
         positions = jnp.broadcast_to(FILLED + at, (batch, nodes))
-        features, _, fresh = model(tokens, positions, visible, caches)
-        return jnp.argmax(model.head(features), axis=-1), fresh
+
+        def once(_, tokens):
+            features, _, _ = model(tokens, positions, visible, caches)
+            return jnp.argmax(model.head(features), axis=-1).astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, LOOP, once, tokens)
 
     tokens = jnp.zeros((batch, nodes), jnp.int32)
-    return median_ms(lambda: run(leaves, caches, tokens), repeats)
+    return median_ms(lambda: run(leaves, caches, tokens)) / LOOP
 
 
-def draft_ms(
-    target: Target, drafter: LoadedDrafter, shape: TreeShape, batch: int = 1, repeats: int = 9
-) -> float:
+def draft_ms(target: Target, drafter: LoadedDrafter, shape: TreeShape, batch: int = 1) -> float:
     """Proposing a tree and observing a full run of accepted drafts, greedy."""
     graph, state = nnx.split(drafter.module)
     leaves, structure = jax.tree.flatten(state)
@@ -76,26 +78,38 @@ def draft_ms(
         module = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
         length = jnp.full(batch, FILLED)
         draw = sampler.draw(length + 1, levels, target.config.vocab_size)
-        tree = module.propose(state, root, length, draw, shape)
-        tokens = tree.tokens[:, :levels]
-        return module.observe(state, tokens, features, length, jnp.full(batch, levels)), tree
 
-    features = jnp.zeros((batch, levels, target.config.hidden_size), target.dtype)
+        def once(_, carry):
+            state, root = carry
+            tree = module.propose(state, root, length, draw, shape)
+            tokens = tree.tokens[:, :levels]
+            state = module.observe(state, tokens, features, length, jnp.full(batch, levels))
+            return state, tree.tokens[:, -1]
+
+        return jax.lax.fori_loop(0, LOOP, once, (state, root))
+
+    width = max(1, len(drafter.module.taps)) * target.config.hidden_size
+    features = jnp.zeros((batch, levels, width), target.dtype)
     begin, root = drafter.module.init(batch, SLOTS), jnp.zeros(batch, jnp.int32)
-    return median_ms(lambda: run(leaves, begin, root, features), repeats)
+    return median_ms(lambda: run(leaves, begin, root, features)) / LOOP
 
 
-def cycle_ms(engine: Engine, start: Callable[[], Any], repeats: int = 15) -> float:
-    """One whole cycle, greedy: the median over the cycles that follow `start()`."""
-    state = engine.step(engine.step(start()))
+def cycle_ms(engine: Engine, prompts: Sequence[Sequence[int]], repeats: int = 3) -> float:
+    """One whole cycle within a greedy `generate` of 20 cycles and more, end of sequence ignored.
+
+    The median over `repeats` runs; prefill is not timed.
+    """
+    room = engine.model.config.context - max(map(len, prompts))
+    budget = min(20 * (engine.shape.depth + 1) + 1, room)
     times = []
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
+        state = engine.start(prompts, budget, Sampling(), [0] * len(prompts), ())
         jax.block_until_ready(state)
         begin = time.perf_counter()
-        state = engine.step(state)
-        jax.block_until_ready(state)
-        times.append(time.perf_counter() - begin)
-    return 1e3 * statistics.median(times)
+        state = engine.run(state)
+        cycles = int(state.passes.max())
+        times.append((time.perf_counter() - begin) / cycles)
+    return 1e3 * statistics.median(times[1:])
 
 
 def cost_curve_ms(target: Target, nodes: Sequence[int]) -> dict[int, float]:

@@ -15,11 +15,15 @@ import jax
 
 from eagle_jax import hub
 from eagle_jax.config import PLAIN, TreeShape
-from eagle_jax.decode.measure import draft_ms, target_pass_ms
+from eagle_jax.decode.engine import Engine
+from eagle_jax.decode.measure import cycle_ms, draft_ms, target_pass_ms
 from eagle_jax.drafters.load import LoadedDrafter
+from eagle_jax.drafters.none import NoDrafter
 from eagle_jax.target.load import Target
 
 GAIN = 1.03  # a tree must promise this much over plain decoding to be used
+FINALISTS = 2  # trees whose whole cycle is timed
+WORTH_TIMING = 0.8  # speedup by parts below which no whole cycle is timed
 UNMEASURED = TreeShape(nodes=4, depth=3, top_k=2)
 
 
@@ -43,15 +47,28 @@ def best_tree(target: Target, drafter: LoadedDrafter, batch: int = 1) -> TreeSha
 
 
 def predict(target: Target, drafter: LoadedDrafter, batch: int) -> list[dict[str, Any]]:
-    """For each tree of the head's table: its tau, the cycle's cost and the speedup to expect."""
+    """The most promising trees of the head's table, each with its speedup over plain decoding.
+
+    Parts of a cycle, timed apart, choose the finalists; whole cycles decide between those.
+    """
     nodes = sorted({1, *(row["nodes"] for row in drafter.tau)})
     passes = {count: target_pass_ms(target, count, batch) for count in nodes}
     rows = []
     for row in drafter.tau:
         shape = TreeShape(row["nodes"], row["depth"], row["top_k"])
         cost = passes[shape.nodes] + draft_ms(target, drafter, shape, batch)
-        rows.append({**row, "cycle_ms": cost, "speedup": row["tau"] * passes[1] / cost})
-    return rows
+        rows.append((row["tau"] * passes[1] / cost, shape, row))
+    rows.sort(key=lambda row: -row[0])
+    finalists = [(shape, row) for guess, shape, row in rows[:FINALISTS] if guess > WORTH_TIMING]
+    if not finalists:
+        return [{**rows[0][2], "speedup": rows[0][0]}]
+    prompts = [[1] * 64] * batch
+    plain = cycle_ms(Engine(target.model, NoDrafter(), PLAIN), prompts)
+    found = []
+    for shape, row in finalists:
+        cycle = cycle_ms(Engine(target.model, drafter.module, shape), prompts)
+        found.append({**row, "cycle_ms": cycle, "speedup": row["tau"] * plain / cycle})
+    return found
 
 
 def fastest(rows: Sequence[Mapping[str, Any]]) -> TreeShape:

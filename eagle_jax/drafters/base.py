@@ -16,9 +16,16 @@ from eagle_jax.tree import DraftTree
 
 
 class Drafter(Protocol):
-    """See `EagleDrafter` for the arguments' shapes."""
+    """See `FeatureDrafter` for the arguments' shapes.
+
+    Attributes:
+      method: its name.
+      taps: layers of the target whose input it reads; where it names none, `observe` gets the
+        target's features.
+    """
 
     method: str
+    taps: tuple[int, ...]
 
     def init(self, batch: int, length: int) -> Any:
         """The state before any token, with room for `length` committed tokens."""
@@ -31,7 +38,7 @@ class Drafter(Protocol):
         length: jax.Array,
         count: jax.Array,
     ) -> Any:
-        """Takes in committed tokens with the target's true features."""
+        """Takes in committed tokens with the target's true features or taps."""
 
     def propose(
         self, state: Any, root: jax.Array, length: jax.Array, draw: Draw, shape: TreeShape

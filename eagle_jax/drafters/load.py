@@ -15,12 +15,15 @@ from flax import nnx
 
 from eagle_jax.config import DrafterConfig
 from eagle_jax.drafters.base import Drafter
-from eagle_jax.drafters.eagle import EagleDrafter, EagleHead
+from eagle_jax.drafters.eagle import EagleHead
+from eagle_jax.drafters.eagle3 import Eagle3Head
+from eagle_jax.drafters.feature import FeatureDrafter, Head
 from eagle_jax.errors import FormatError, InputError
 from eagle_jax.nn.modules import fill, parameters
 from eagle_jax.target.load import Target, read_json
 
 FORMAT = "eagle_jax/1"
+HEADS = {kind.method: kind for kind in (EagleHead, Eagle3Head)}
 SHIPPED = {"smollm2-135m": "smollm2-135m-eagle"}
 
 
@@ -72,16 +75,18 @@ def load_drafter(name: str | None, target: Target) -> LoadedDrafter | None:
             "model.safetensors"
         )
     raw = read_json(folder / "config.json")
-    if raw.get("format") != FORMAT or raw.get("method") != "eagle":
+    method = raw.get("method")
+    if raw.get("format") != FORMAT or method not in HEADS:
         raise FormatError(
-            f"{folder / 'config.json'}: expected format {FORMAT!r} and method 'eagle', found "
-            f"{raw.get('format')!r} and {raw.get('method')!r}"
+            f"{folder / 'config.json'}: expected format {FORMAT!r} and a method of "
+            f"{sorted(HEADS)}, found {raw.get('format')!r} and {method!r}"
         )
     try:
-        config = DrafterConfig(**raw["head"])
+        fields = raw["head"]
+        config = DrafterConfig(**{**fields, "taps": tuple(fields.get("taps", ()))})
     except (KeyError, TypeError) as error:
         raise FormatError(f"{folder / 'config.json'}: bad field {error}") from error
-    head, draft_ids = _read_head(folder / "model.safetensors", config, target.dtype)
+    head, draft_ids = _read_head(folder / "model.safetensors", HEADS[method], config, target.dtype)
     return LoadedDrafter(str(name), bind(head, draft_ids, target), tuple(raw.get("tau", ())))
 
 
@@ -90,11 +95,11 @@ def shipped_folder(target_name: str) -> Path:
     return Path(str(importlib.resources.files("eagle_jax"))) / "heads" / SHIPPED[target_name]
 
 
-def bind(head: EagleHead, draft_ids: np.ndarray | None, target: Target) -> EagleDrafter:
+def bind(head: Head, draft_ids: np.ndarray | None, target: Target) -> FeatureDrafter:
     """Joins a head with the embedding and the LM head of its target.
 
     Raises:
-      InputError: hidden size or vocabulary differ.
+      InputError: hidden size or vocabulary differ, or the target lacks a layer that the head taps.
     """
     for field in ("hidden_size", "vocab_size"):
         ours, theirs = getattr(head.config, field), getattr(target.config, field)
@@ -103,15 +108,20 @@ def bind(head: EagleHead, draft_ids: np.ndarray | None, target: Target) -> Eagle
                 f"this head was made for a target with {field}={ours}, but {target.name!r} has "
                 f"{theirs}; load the head that belongs to the target"
             )
-    rows = target.model.head_weight
+    if not all(0 <= tap <= target.config.num_layers for tap in head.config.taps):
+        raise InputError(
+            f"this head reads the layers {head.config.taps}, but {target.name!r} has "
+            f"{target.config.num_layers}; load the head that belongs to the target"
+        )
+    rows = None if head.lm_head is not None else target.model.head_weight
     if draft_ids is not None:
         draft_ids = jnp.asarray(draft_ids, jnp.int32)
-        rows = rows[draft_ids]
-    return EagleDrafter(head, target.model.embed, rows, draft_ids)
+        rows = None if rows is None else rows[draft_ids]
+    return FeatureDrafter(head, target.model.embed, rows, draft_ids)
 
 
 def save_head(
-    folder: Path, head: EagleHead, draft_ids: np.ndarray | None, facts: Mapping[str, Any]
+    folder: Path, head: Head, draft_ids: np.ndarray | None, facts: Mapping[str, Any]
 ) -> None:
     """Writes a head as `config.json` and bfloat16 `model.safetensors`.
 
@@ -128,11 +138,14 @@ def save_head(
     temporary = folder / "model.safetensors.part"
     save_file(tensors, temporary)
     temporary.replace(folder / "model.safetensors")
-    config = {"format": FORMAT, "method": "eagle", "head": dataclasses.asdict(head.config), **facts}
+    fields = dataclasses.asdict(head.config)
+    config = {"format": FORMAT, "method": head.method, "head": fields, **facts}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def _read_head(path: Path, config: DrafterConfig, dtype) -> tuple[EagleHead, np.ndarray | None]:
+def _read_head(
+    path: Path, kind: type[Head], config: DrafterConfig, dtype
+) -> tuple[Head, np.ndarray | None]:
     from safetensors import SafetensorError
     from safetensors.flax import load_file
 
@@ -157,4 +170,4 @@ def _read_head(path: Path, config: DrafterConfig, dtype) -> tuple[EagleHead, np.
         if not bool(jnp.isfinite(tensor).all()):
             raise FormatError(f"{path}: {name} holds values that are not finite")
     tensors = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
-    return fill(lambda: EagleHead(config, rngs=nnx.Rngs(0)), tensors), draft_ids
+    return fill(lambda: kind(config, rngs=nnx.Rngs(0)), tensors), draft_ids

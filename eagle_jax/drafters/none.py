@@ -15,6 +15,7 @@ class NoDrafter(nnx.Module):
     """Proposes nothing, so that plain decoding runs the same cycle as speculation."""
 
     method = "none"
+    taps = ()
 
     def init(self, batch: int, length: int) -> tuple:
         return ()

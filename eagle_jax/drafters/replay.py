@@ -20,6 +20,7 @@ class ReplayDrafter(nnx.Module):
     """
 
     method = "replay"
+    taps = ()
 
     def __init__(self, recorded: jax.Array, vocab_size: int, offset: int = 0):
         """Takes `recorded` `[B, W]` int32: prompt and answer of each row, padded with any id."""

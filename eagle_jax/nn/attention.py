@@ -97,10 +97,20 @@ class Attention(nnx.Module):
     """Grouped-query attention with one fused projection `[q; k; v]`."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, *, rngs: nnx.Rngs
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        inputs: int | None = None,
+        rngs: nnx.Rngs,
     ):
+        """`inputs` is the width of what it reads, where that is not `hidden_size`."""
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.qkv = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, rngs=rngs)
+        self.qkv = Linear(
+            inputs or hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, rngs=rngs
+        )
         self.out = Linear(num_heads * head_dim, hidden_size, rngs=rngs)
 
     def __call__(
@@ -111,7 +121,7 @@ class Attention(nnx.Module):
         cache: LayerCache | None,
         earlier: LayerCache | None = None,
     ) -> tuple[jax.Array, LayerCache]:
-        """Attends for rows x `[B, N, hidden]`.
+        """Attends for rows x `[B, N, inputs]`.
 
         Args:
           angles: rotary cosines and sines, each `[B, N, head_dim / 2]`.

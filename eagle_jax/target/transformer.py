@@ -61,7 +61,8 @@ class Transformer(nnx.Module):
           positions: `[B, N]` int32 absolute positions.
           visible: what each row sees.
           caches: one committed cache a layer, or None when nothing is committed.
-          taps: layers whose input (the residual stream) is returned, as EAGLE-3 fuses them.
+          taps: layers whose input (the residual stream) is returned, as EAGLE-3 fuses them; the
+            number of layers stands for the last layer's output.
 
         Returns:
           features `[B, N, hidden]` (after the final norm, the LM head's input), taps
@@ -69,15 +70,14 @@ class Transformer(nnx.Module):
         """
         x = self.embed[...][tokens]
         angles = rotation(positions, self.config.head_dim, self.config.rope_theta)
-        tapped, fresh = [], []
+        streams, fresh = [x], []
         for index, layer in enumerate(self.layers):
-            if index in taps:
-                tapped.append(x)
             with jax.named_scope(f"layer_{index}"):
                 x, rows = layer(x, angles, visible, None if caches is None else caches[index])
+            streams.append(x)
             fresh.append(rows)
-        streams = jnp.concatenate(tapped, axis=-1) if tapped else x[..., :0]
-        return self.norm(x), streams, tuple(fresh)
+        tapped = jnp.concatenate([x[..., :0], *(streams[tap] for tap in taps)], axis=-1)
+        return self.norm(x), tapped, tuple(fresh)
 
     @property
     def head_weight(self) -> jax.Array:

@@ -1,0 +1,179 @@
+"""Autoregressive drafters over features of the target: what EAGLE-1, 2 and 3 share.
+
+A head reads a feature of the target at position t together with the embedding of the next token
+x_{t+1}, and gives the feature of position t + 1, from which tokens are scored and which the next
+level of the draft tree starts from. The tree is EAGLE-2's (arXiv 2406.16858); see `eagle_jax.tree`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+
+from eagle_jax.config import DrafterConfig, TreeShape
+from eagle_jax.nn.attention import LayerCache, Visible
+from eagle_jax.nn.cache import commit_rows, empty_layer
+from eagle_jax.nn.linear import matmul
+from eagle_jax.sampling import Draw
+from eagle_jax.tree import DraftTree, Expansion, grow
+
+
+class Head(Protocol):
+    """The trained part of a drafter, an nnx module.
+
+    Attributes:
+      method: its name in configurations.
+      lm_head: `[draft_vocab, hidden]` its own scoring rows, or None where it uses the target's.
+    """
+
+    method: str
+    config: DrafterConfig
+    lm_head: nnx.Param | None
+
+    def fuse(self, features: jax.Array) -> jax.Array:
+        """What the target gives `[B, N, ...]` as a feature of the head `[B, N, hidden]`."""
+
+    def __call__(
+        self,
+        embeddings: jax.Array,
+        features: jax.Array,
+        positions: jax.Array,
+        visible: Visible,
+        cache: LayerCache | None,
+        earlier: LayerCache | None = None,
+    ) -> tuple[jax.Array, LayerCache]:
+        """Predicts the next features.
+
+        Args:
+          embeddings: `[B, N, hidden]` of the tokens x_{t+1}.
+          features: `[B, N, hidden]` of position t, fused or predicted.
+          positions: `[B, N]` int32, t: the feature's index, one less than the token's.
+          visible, cache, earlier: see `Attention`.
+
+        Returns:
+          Features of position t + 1 `[B, N, hidden]`, and the fresh keys and values.
+        """
+
+    def readout(self, features: jax.Array) -> jax.Array:
+        """The LM head's input `[B, N, hidden]` for predicted features."""
+
+
+@struct.dataclass
+class FeatureState:
+    """What the drafter keeps between cycles.
+
+    Attributes:
+      cache: keys and values of one row a committed token; row t holds (f_t, x_{t+1}).
+      feature: `[B, hidden]` the feature predicted after the last row; it drafts the root's
+        children.
+    """
+
+    cache: LayerCache
+    feature: jax.Array
+
+
+class FeatureDrafter(nnx.Module):
+    """A head bound to its target, whose embedding it shares.
+
+    It scores with the head's own LM head, or with the rows of the target's that belong to the draft
+    vocabulary.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        embed: nnx.Param,
+        head_rows: jax.Array | None,
+        draft_ids: jax.Array | None,
+    ):
+        """Binds a head.
+
+        Args:
+          head: the trained part.
+          embed: the target's embedding `[vocab, hidden]`, shared, not copied.
+          head_rows: `[draft_vocab, hidden]` rows of the target's LM head; None where the head has
+            its own.
+          draft_ids: `[draft_vocab]` int32 target id of each row; None for the full vocabulary.
+        """
+        self.method, self.taps = head.method, head.config.taps
+        self.head = head
+        self.embed = embed
+        self.head_rows = None if head_rows is None else nnx.Param(head_rows)
+        self.draft_ids = None if draft_ids is None else nnx.Variable(draft_ids)
+
+    def init(self, batch: int, length: int) -> FeatureState:
+        """The state before any token, for a cache of `length` rows."""
+        config, dtype = self.head.config, self.embed[...].dtype
+        return FeatureState(
+            cache=empty_layer(batch, config.num_kv_heads, config.head_dim, length, dtype),
+            feature=jnp.zeros((batch, config.hidden_size), dtype),
+        )
+
+    def observe(
+        self,
+        state: FeatureState,
+        tokens: jax.Array,
+        features: jax.Array,
+        length: jax.Array,
+        count: jax.Array,
+    ) -> FeatureState:
+        """Takes in newly committed tokens with the target's true features.
+
+        Args:
+          state: the state for `length` rows.
+          tokens: `[B, T]` x_{t+1} of each new row.
+          features: `[B, T, ...]` what the target gives for position t of each new row: its
+            features `[hidden]`, or the taps that the head asks for.
+          length: `[B]` rows so far.
+          count: `[B]` new rows, at most T; the rest is padding. 0 leaves the row as it is.
+        """
+        rows = jnp.arange(tokens.shape[1])
+        visible = Visible(length=length, fresh=_causal(tokens.shape))
+        predicted, fresh = self.head(
+            self.embed[...][tokens],
+            self.head.fuse(features),
+            length[:, None] + rows,
+            visible,
+            state.cache,
+        )
+        last = jnp.take_along_axis(predicted, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+        return FeatureState(
+            cache=commit_rows(state.cache, fresh, jnp.broadcast_to(rows, tokens.shape), length),
+            feature=jnp.where(count[:, None] > 0, last[:, 0], state.feature),
+        )
+
+    def propose(
+        self, state: FeatureState, root: jax.Array, length: jax.Array, draw: Draw, shape: TreeShape
+    ) -> DraftTree:
+        """Grows a draft tree under `root` `[B]`; `length` `[B]` counts the committed tokens."""
+        first = self._scores(state.feature[:, None], draw, 0)
+
+        def deepen(level, frontier, earlier):
+            features, keys = (state.feature[:, None], None) if earlier is None else earlier
+            parents = jnp.take_along_axis(features, frontier.parents[..., None], axis=1)
+            positions = jnp.broadcast_to((length + level - 1)[:, None], frontier.tokens.shape)
+            predicted, keys = self.head(
+                self.embed[...][frontier.tokens],
+                parents,
+                positions,
+                Visible(length=length, fresh=frontier.visible),
+                state.cache,
+                keys,
+            )
+            return self._scores(predicted, draw, level), (predicted, keys)
+
+        return grow(root, first, deepen, shape)
+
+    def _scores(self, features: jax.Array, draw: Draw, depth: int) -> Expansion:
+        rows = self.head.lm_head if self.head_rows is None else self.head_rows
+        logits = matmul(self.head.readout(features), rows[...]).astype(jnp.float32)
+        ids = None if self.draft_ids is None else self.draft_ids[...]
+        return Expansion(jax.nn.log_softmax(draw.perturb(logits, depth, ids)), ids)
+
+
+def _causal(shape: tuple[int, int]) -> jax.Array:
+    rows = jnp.arange(shape[1])
+    return jnp.broadcast_to(rows[:, None] >= rows, (shape[0], shape[1], shape[1]))

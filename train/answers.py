@@ -1,0 +1,168 @@
+"""The target's own answers, decoded in a batch whose rows are refilled as they finish."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from eagle_jax.config import PLAIN, Sampling
+from eagle_jax.decode.engine import Engine
+from eagle_jax.target.load import Target
+from train.record import Recorder
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A prompt as token ids, and how it is to be answered."""
+
+    id: str
+    prompt: tuple[int, ...]
+    temperature: float
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Answered:
+    """An answer.
+
+    Attributes:
+      out: `[T]` token ids that the target wrote, the end of sequence included.
+      signals: `[prompt + T - 1, ...]` float16: features and taps of all tokens but the last, which
+        was drawn and never run.
+    """
+
+    question: Question
+    out: list[int]
+    signals: np.ndarray
+
+
+def answer(
+    target: Target,
+    questions: Sequence[Question],
+    taps: Sequence[int],
+    max_new_tokens: int,
+    rows: int = 64,
+    refill: int = 8,
+) -> Iterator[Answered]:
+    """Answers all questions of one temperature, in no certain order.
+
+    Args:
+      rows: of the batch.
+      refill: rows that finish before new ones take their places.
+    """
+    engine = Engine(target.model, Recorder(target.model, taps), PLAIN)
+    sampling = Sampling(questions[0].temperature)
+    # Neighbours of like length share a prefill; sorted from long to short, so that a lack of memory
+    # shows at once.
+    waiting = sorted(questions, key=lambda q: len(q.prompt))
+    slots = engine.slots(len(waiting[-1].prompt), max_new_tokens)
+
+    def start(part: Sequence[Question], size: int):
+        part = [*part, *[part[0]] * (size - len(part))]
+        return engine.start(
+            [q.prompt for q in part],
+            max_new_tokens,
+            sampling,
+            [q.seed for q in part],
+            target.eos,
+            slots,
+        )
+
+    def take(count: int) -> list[Question]:
+        return [waiting.pop() for _ in range(min(count, len(waiting)))]
+
+    rows = max(1, min(rows, len(waiting)))
+    refill = min(refill, rows)
+    first = take(rows)
+    seats: list[Question | None] = [*first, *[None] * (rows - len(first))]
+    state = start(first, rows)
+    while any(seats):
+        idle = sum(seat is None for seat in seats)
+        state = engine.run(state, min(rows, idle + (refill if waiting else rows)))
+        finished = [r for r in np.flatnonzero(np.asarray(state.done)) if seats[r]]
+        tokens, length = np.asarray(state.tokens), np.asarray(state.length)
+        for row in finished:
+            question = seats[row]
+            yield Answered(
+                question,
+                tokens[row, len(question.prompt) : length[row] + 1].tolist(),
+                np.asarray(state.drafter[row, : length[row]]),
+            )
+            seats[row] = None
+        while waiting and (free := [r for r, seat in enumerate(seats) if seat is None]):
+            new = take(min(refill, len(free)))
+            at = free[: len(new)]
+            for row, question in zip(at, new, strict=True):
+                seats[row] = question
+            # Row numbers beyond the batch leave out the copies that fill a prefill up.
+            numbers = at + [rows] * (refill - len(at))
+            state = engine.insert(state, numbers, start(new, refill))
+
+
+class Shelf:
+    """Answers on disk: `answers.jsonl` and `features.f16`, appended row by row.
+
+    Each line holds `id`, `prompt`, `out` and `temp`; the features and taps of all its tokens lie
+    in the other file in the same order (zeros for an end of sequence, which no head predicts
+    from). A row counts once its line is whole, so a killed run loses at most the row it was at.
+    """
+
+    def __init__(self, folder: Path, width: int):
+        """Opens or makes the folder; `width` counts the values of a token."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lines, self.data, self.width = folder / "answers.jsonl", folder / "features.f16", width
+        self.done: set[str] = set()
+        self.tokens = 0
+        whole = b""
+        if self.lines.is_file():
+            whole = self.lines.read_bytes()
+            whole = whole[: whole.rfind(b"\n") + 1]
+        for line in whole.splitlines():
+            row = json.loads(line)
+            self.done.add(row["id"])
+            self.tokens += len(row["prompt"]) + len(row["out"])
+        for path, size in ((self.lines, len(whole)), (self.data, self.tokens * 2 * width)):
+            with path.open("ab") as out:
+                out.truncate(size)
+
+    def add(self, answered: Answered, eos: Sequence[int]) -> None:
+        question, out, signals = answered.question, answered.out, answered.signals
+        if out[-1] in eos:
+            signals = np.pad(signals, ((0, 1), (0, 0)))
+        else:
+            out = out[:-1]
+        row = {"id": question.id, "prompt": list(question.prompt), "out": out}
+        row["temp"] = question.temperature
+        with self.data.open("ab") as data:
+            data.write(signals.astype(np.float16).tobytes())
+        with self.lines.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(row) + "\n")
+        self.done.add(question.id)
+        self.tokens += len(signals)
+
+
+def write_answers(
+    target: Target,
+    questions: Sequence[Question],
+    folder: Path,
+    taps: Sequence[int],
+    max_new_tokens: int,
+    progress: Callable[[int, int, int], None] = lambda done, of, tokens: None,
+    **batch: int,
+) -> None:
+    """Answers the questions that `folder` does not hold yet; see `Shelf`.
+
+    `progress` is called with (rows done, rows in all, tokens on the shelf); `batch` are the
+    options `rows` and `refill` of `answer`.
+    """
+    shelf = Shelf(folder, (1 + len(taps)) * target.config.hidden_size)
+    left = [q for q in questions if q.id not in shelf.done]
+    for temperature in sorted({q.temperature for q in left}):
+        part = [q for q in left if q.temperature == temperature]
+        for answered in answer(target, part, taps, max_new_tokens, **batch):
+            shelf.add(answered, target.eos)
+            progress(len(shelf.done), len(questions), shelf.tokens)
