@@ -22,6 +22,7 @@ from train.features import extract
 from train.fit import Corpus, FitConfig, fit, lend
 from train.loss import Objective, objective
 from train.start import initial_head
+from train.store import lay_out
 
 TAPS = default_taps(TINY.num_layers)
 HIDDEN = TINY.hidden_size
@@ -46,8 +47,8 @@ def small():
 
 
 def corpus(samples, features, length=96):
-    packed = pack(samples, length, 0.5, ())
-    return Corpus(packed, np.concatenate([s.tokens for s in samples]), features, HIDDEN)
+    store = lay_out(samples, features)
+    return Corpus(pack(store.samples, length, 0.5, ()), store, HIDDEN)
 
 
 def new_head(target, method, draft_ids):
@@ -89,8 +90,8 @@ def test_extraction_resumes_and_refuses_other_samples(small, tmp_path):
 
 def test_packing_keeps_documents_whole_and_weights_by_owner():
     samples = [Sample(np.arange(1, n + 1, dtype=np.int32), 3) for n in (6, 9, 4, 12, 5)]
-    packed = pack(samples, 16, 0.25, eos=(5,))
-    tokens = np.concatenate([s.tokens for s in samples])
+    store = lay_out(samples, np.zeros((36, 0), np.float16))
+    packed, tokens = pack(store.samples, 16, 0.25, eos=(5,)), store.tokens
     seen = []
     for row in range(len(packed)):
         for document in set(packed.document[row]) - {-1}:

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from eagle_jax import PLAIN, TreeShape
+from eagle_jax import PLAIN, TreeShape, generate
 from eagle_jax.decode import tune
+from eagle_jax.decode.acceptance import FEW, tau_by_tree
 from eagle_jax.decode.tune import best_tree, fastest
 from eagle_jax.tiny import tiny_drafter, tiny_target
 
@@ -93,3 +94,26 @@ def test_fastest_needs_a_real_gain():
     row = {"nodes": 4, "depth": 3, "top_k": 1, "tau": 1.5}
     assert fastest([{**row, "speedup": 1.01}]) == PLAIN
     assert fastest([{**row, "speedup": 1.2}]) == TreeShape(4, 3, 1)
+
+
+def test_a_head_without_a_table_is_measured_once(measured, monkeypatch):
+    target, asked = tiny_target(), []
+
+    def tau_by_tree(target, drafter, prompts, trees):
+        asked.append(len(prompts))
+        return TABLE
+
+    monkeypatch.setattr(tune, "tau_by_tree", tau_by_tree)
+    assert best_tree(target, drafter_for(target, ())) == TreeShape(8, 4, 2)
+    assert best_tree(target, drafter_for(target, ())) == TreeShape(8, 4, 2)
+    other = dataclasses.replace(tiny_drafter(target, seed=9), tau=())
+    best_tree(target, other)
+    assert len(asked) == 2
+
+
+def test_tau_by_tree_counts_as_generate_does(target, drafter):
+    prompts = [[1, 2, 3], [4, 5], [6] * 9]
+    for row in tau_by_tree(target, drafter, prompts, FEW[:2], max_new_tokens=20, batch=2):
+        tree = TreeShape(row["nodes"], row["depth"], row["top_k"])
+        run = generate(target, drafter, prompts, max_new_tokens=20, tree=tree)
+        assert row["tau"] == pytest.approx(run.stats.tau, abs=1e-3)

@@ -20,16 +20,23 @@ class Sample:
     Attributes:
       tokens: `[T]` int32, prompt and answer.
       answer_start: index of the answer's first token.
+      greedy: the target wrote the answer at temperature 0.
+      start: where its tokens and features lie in their store.
     """
 
     tokens: np.ndarray
     answer_start: int
+    greedy: bool = False
+    start: int = 0
 
 
-def read_answers(paths: Sequence[Path], vocab_size: int, max_length: int) -> list[Sample]:
+def read_answers(
+    paths: Sequence[Path], vocab_size: int, max_length: int, all: bool = False
+) -> list[Sample]:
     """Reads JSON lines with the fields `prompt` and `out` (token ids); `.gz` is unpacked.
 
-    Conversations longer than max_length are cut; those whose prompt alone fills it are left out.
+    Conversations longer than max_length are cut; those too short to learn from, or whose prompt
+    alone fills it, are left out, unless `all` are asked for.
 
     Raises:
       InputError: a file is missing or holds no usable row.
@@ -55,8 +62,8 @@ def read_answers(paths: Sequence[Path], vocab_size: int, max_length: int) -> lis
                     raise FormatError(
                         f"{path}, line {number}: token ids must lie in [0, {vocab_size})"
                     )
-                if len(tokens) >= len(prompt) + 2 and prompt:
-                    samples.append(Sample(tokens, len(prompt)))
+                if all or (len(tokens) >= len(prompt) + 2 and prompt):
+                    samples.append(Sample(tokens, len(prompt), row.get("temp") == 0))
     if not samples:
         raise InputError(f"no usable answers in {[str(p) for p in paths]}")
     return samples
@@ -81,7 +88,7 @@ class Packed:
     """Documents packed into rows of one length, which attend only within themselves.
 
     Attributes:
-      source: `[R, T]` index of each slot's position in the concatenated samples; -1 is padding.
+      source: `[R, T]` index of each slot's token in the samples' store; -1 is padding.
       document: `[R, T]` number of the document within its row; -1 is padding.
       position: `[R, T]` position within the document.
       weight: `[R, T]` weight of the prediction made at the slot.
@@ -105,14 +112,13 @@ def pack(
 ) -> Packed:
     """Packs samples (those of the indices `chosen`, or all) into rows of `length`.
 
-    Each goes into the fullest row that still holds it. `source` counts over all samples.
+    Each goes into the fullest row that still holds it.
 
     Row t of a document holds (feature t, token t + 1) and predicts feature t + 1, from which token
     t + 2 is drawn. It weighs 1 where token t + 1 belongs to the answer (the drafter's first use is
     the row that holds the answer's first token), prompt_weight before, and 0 where nothing can be
     predicted: at the last two positions, and after the end of sequence.
     """
-    starts = np.cumsum([0] + [len(s.tokens) for s in samples])
     rows: list[list[int]] = []
     room: list[int] = []
     chosen = range(len(samples)) if chosen is None else chosen
@@ -138,7 +144,7 @@ def pack(
             tokens, start = samples[index].tokens, samples[index].answer_start
             size = len(tokens)
             span = slice(at, at + size)
-            source[row, span] = starts[index] + np.arange(size)
+            source[row, span] = samples[index].start + np.arange(size)
             document[row, span] = number
             position[row, span] = np.arange(size)
             w = np.where(np.arange(size) + 1 >= start, 1.0, prompt_weight)

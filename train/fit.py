@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from eagle_jax.nn.modules import parameters
 from eagle_jax.target.transformer import Transformer
 from train.data import Packed
 from train.loss import Batch, Frozen, Objective, objective
+from train.store import Store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +34,20 @@ class FitConfig:
       learning_rate: peak rate of Muon on matrices; vectors use AdamW at a tenth of it.
       weight_decay: of matrices, times the rate, a step.
       warmup: share of the steps with a rising rate; the rate then falls to zero along a cosine.
+      single: share of the steps that train one unrolled step only, before the rest unrolls.
+      newton_schulz: iterations of Muon's orthogonalisation; five, as is usual, cost a third of a
+        step here.
       checkpoint_every: steps between checkpoints.
       seed: of initialisation, order and noise.
     """
 
     epochs: int = 6
-    batch: int = 8
+    batch: int = 4
     learning_rate: float = 0.01
     weight_decay: float = 0.0
+    newton_schulz: int = 3
     warmup: float = 0.03
+    single: float = 0.0
     checkpoint_every: int = 100
     seed: int = 0
     objective: Objective = Objective()
@@ -49,10 +56,10 @@ class FitConfig:
 class Corpus:
     """Packed rows with their tokens and the target's features and taps; gives batches."""
 
-    def __init__(self, packed: Packed, tokens: np.ndarray, features: np.ndarray, hidden: int):
-        """Takes what `extract` wrote for a target of `hidden` size."""
-        self.packed, self.tokens = packed, tokens
-        self.features, self.hidden = features, hidden
+    def __init__(self, packed: Packed, store: Store, hidden: int):
+        """Takes samples of a store, packed, for a target of `hidden` size."""
+        self.packed, self.hidden = packed, hidden
+        self.tokens, self.features = store.tokens, store.features
 
     def __len__(self) -> int:
         return len(self.packed)
@@ -62,7 +69,8 @@ class Corpus:
 
         Sizes are medians over positions, since attention sinks are a hundred times larger.
         """
-        taps = self.features[: min(positions, len(self.features)), self.hidden :]
+        rows = np.arange(min(positions, len(self.tokens)))
+        taps = self.features[rows][:, self.hidden :]
         count = taps.shape[1] // self.hidden
         taps = taps.astype(np.float32).reshape(len(taps), count, self.hidden)
         size = np.median(np.sqrt((taps**2).mean(axis=2)), axis=0)
@@ -119,6 +127,7 @@ def fit(
         optax.clip_by_global_norm(1.0),
         optax.contrib.muon(
             schedule,
+            ns_steps=config.newton_schulz,
             weight_decay=config.weight_decay,
             adam_learning_rate=lambda step: 0.1 * schedule(step),
         ),
@@ -128,10 +137,10 @@ def fit(
         flat = [(tuple(_path(name)), nnx.Param(params[name])) for name in names]
         return nnx.merge(graph, nnx.from_flat_state(flat))
 
-    @jax.jit
-    def update(params, opt_state, frozen, batch, key):
+    @functools.partial(jax.jit, static_argnums=5)
+    def update(params, opt_state, frozen, batch, key, weights):
         def loss(params):
-            return objective(build(params), frozen, batch, key, config.objective)
+            return objective(build(params), frozen, batch, key, weights)
 
         gradients, parts = jax.grad(loss, has_aux=True)(params)
         updates, opt_state = optimiser.update(gradients, opt_state, params)
@@ -156,7 +165,10 @@ def fit(
             order = np.random.default_rng([config.seed, epoch]).permutation(len(train))
             batch = train.batch(order[at * size : (at + 1) * size])
             noise = jax.random.fold_in(key, step)
-            params, opt_state, parts = update(params, opt_state, frozen, batch, noise)
+            goal = config.objective
+            if step < config.single * steps:
+                goal = dataclasses.replace(goal, steps=1)
+            params, opt_state, parts = update(params, opt_state, frozen, batch, noise, goal)
             done = step + 1
             if done % config.checkpoint_every == 0 or done == steps:
                 total = [
@@ -164,7 +176,8 @@ def fit(
                 ]
                 summed = jax.tree.map(lambda *x: np.sum(x, axis=0), *total)
                 row = {"step": done, "steps": steps, "seconds": time.perf_counter() - started}
-                row |= _ratios("train", parts) | _ratios("valid", summed)
+                row |= _ratios("train", parts, config.objective.steps)
+                row |= _ratios("valid", summed, config.objective.steps)
                 _append(folder / "metrics.csv", row)
                 log(row)
                 state = {"params": params, "opt_state": opt_state}
@@ -179,13 +192,15 @@ def _path(name: str):
     return (int(part) if part.isdigit() else part for part in name.split("."))
 
 
-def _ratios(prefix: str, parts: dict) -> dict[str, float]:
+def _ratios(prefix: str, parts: dict, steps: int) -> dict[str, float]:
+    """Means by unrolled step; not a number where a step was not trained yet."""
+    weights = np.asarray(parts["supervised"])
     row = {}
-    for step, weight in enumerate(np.asarray(parts["supervised"])):
-        scale = 1.0 / max(float(weight), 1.0)
-        row[f"{prefix}_acceptance_{step + 1}"] = float(parts["hits"][step]) * scale
-        row[f"{prefix}_feature_loss_{step + 1}"] = float(parts["feature_loss"][step]) * scale
-        row[f"{prefix}_token_loss_{step + 1}"] = float(parts["token_loss"][step]) * scale
+    for name, sums in (("acceptance", "hits"), ("feature_loss",) * 2, ("token_loss",) * 2):
+        means = np.asarray(parts[sums]) / np.maximum(weights, 1.0)
+        for step in range(steps):
+            value = float(means[step]) if step < len(means) else float("nan")
+            row[f"{prefix}_{name}_{step + 1}"] = value
     return row
 
 

@@ -10,6 +10,7 @@ own rows of the steps 1..s, and predicts feature t + 1 + s.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,47 @@ class Frozen:
     tap_scale: jax.Array
 
 
+def unroll(
+    head: Head, frozen: Frozen, batch: Batch, steps: int, noise: jax.Array | None = None
+) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """Runs the head as it drafts, from every row at once.
+
+    Args:
+      noise: added to what the target gives, of its shape; None leaves it undisturbed.
+
+    Yields:
+      For each step s: the LM head's input `[B, T, hidden]`, from which row t drafts token
+      t + 2 + s, and the weight `[B, T]` of that prediction.
+    """
+    inputs = batch.taps * frozen.tap_scale if head.config.taps else batch.features
+    inputs = head.fuse(inputs if noise is None else inputs + noise)
+    rows = jnp.arange(batch.tokens.shape[1])
+    same = batch.document[:, :, None] == batch.document[:, None, :]
+    visible = same & (rows[:, None] >= rows)
+    diagonal = jnp.broadcast_to(rows[:, None] == rows, visible.shape)
+    length = jnp.zeros(len(batch.tokens), jnp.int32)
+    earlier = None
+    for step in range(steps):
+        weight = jnp.where(
+            ahead(batch.document, step, -1) == batch.document, ahead(batch.weight, step), 0.0
+        )
+        inputs, earlier = head(
+            frozen.embed[ahead(batch.tokens, step + 1)],
+            inputs,
+            batch.position + step,
+            Visible(length=length, fresh=visible),
+            None,
+            earlier,
+        )
+        yield head.readout(inputs), weight
+        visible = jnp.concatenate([visible, diagonal], axis=2)
+
+
+def scoring_rows(head: Head, frozen: Frozen) -> jax.Array:
+    """`[draft_vocab, hidden]`: the head's own LM head, or the target's rows."""
+    return frozen.head_rows if head.lm_head is None else head.lm_head[...]
+
+
 def objective(
     head: Head, frozen: Frozen, batch: Batch, key: jax.Array | None, weights: Objective
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -88,40 +130,18 @@ def objective(
       The scalar loss, and sums by step: `hits` (the draft's best token is the target's),
       `supervised` (weight of the rows), `feature_loss`, `token_loss`; each `[steps]`.
     """
-    inputs = batch.taps * frozen.tap_scale if head.config.taps else batch.features
+    noise = None
     if key is not None:
-        inputs += jax.random.uniform(key, inputs.shape, minval=-weights.noise, maxval=weights.noise)
-    inputs = head.fuse(inputs)
-    rows = jnp.arange(batch.tokens.shape[1])
-    same = batch.document[:, :, None] == batch.document[:, None, :]
-    visible = same & (rows[:, None] >= rows)
-    diagonal = jnp.broadcast_to(rows[:, None] == rows, visible.shape)
-    length = jnp.zeros(len(batch.tokens), jnp.int32)
-    target_logits = batch.features @ frozen.head_rows.T
-    teacher = jax.nn.log_softmax(target_logits)
-
-    own = frozen.head_rows if head.lm_head is None else head.lm_head[...]
-    total, parts, earlier = 0.0, [], None
-    for step in range(weights.steps):
-        tokens = _ahead(batch.tokens, step + 1)
-        wanted = _ahead(batch.features, step + 1)
-        weight = jnp.where(
-            _ahead(batch.document, step, -1) == batch.document, _ahead(batch.weight, step), 0.0
-        )
-        predicted, earlier = head(
-            frozen.embed[tokens],
-            inputs,
-            batch.position + step,
-            Visible(length=length, fresh=visible),
-            None,
-            earlier,
-        )
-        read = head.readout(predicted)
-        loss, part = _step_loss(read, wanted, _ahead(teacher, step + 1), weight, own, weights)
+        shape = (batch.taps if head.config.taps else batch.features).shape
+        noise = jax.random.uniform(key, shape, minval=-weights.noise, maxval=weights.noise)
+    teacher = jax.nn.log_softmax(batch.features @ frozen.head_rows.T)
+    rows = scoring_rows(head, frozen)
+    total, parts = 0.0, []
+    for step, (read, weight) in enumerate(unroll(head, frozen, batch, weights.steps, noise)):
+        wanted = ahead(batch.features, step + 1)
+        loss, part = _step_loss(read, wanted, ahead(teacher, step + 1), weight, rows, weights)
         total += weights.step_decay**step * loss
         parts.append(part)
-        inputs = predicted
-        visible = jnp.concatenate([visible, diagonal], axis=2)
     return total, {name: jnp.stack([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -142,7 +162,7 @@ def _step_loss(predicted, wanted, teacher, weight, rows, weights: Objective):
     }
 
 
-def _ahead(x: jax.Array, by: int, fill: int = 0) -> jax.Array:
+def ahead(x: jax.Array, by: int, fill: int = 0) -> jax.Array:
     """x moved `by` places towards the start of axis 1, filled at the end."""
     if by == 0:
         return x

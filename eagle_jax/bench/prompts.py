@@ -11,11 +11,16 @@ from eagle_jax.errors import FormatError, InputError
 
 @dataclasses.dataclass(frozen=True)
 class BenchPrompt:
-    """The first turn of a conversation."""
+    """The user's turns of a conversation."""
 
     id: str
     category: str
-    text: str
+    turns: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The first turn."""
+        return self.turns[0]
 
 
 def read_prompts(path: Path) -> list[BenchPrompt]:
@@ -33,14 +38,14 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
             continue
         try:
             row = json.loads(line)
-            text = row["turns"][0]
-            if not isinstance(text, str) or not text.strip():
-                raise TypeError("the first turn is not a text")
+            turns = tuple(row["turns"])
+            if not turns or not all(isinstance(text, str) and text.strip() for text in turns):
+                raise TypeError("a turn is not a text")
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise FormatError(
                 f"{path}, line {number}: expected an object with `turns`, a list of texts ({error})"
             ) from error
-        prompts.append(BenchPrompt(str(row.get("id", number)), row.get("category", "all"), text))
+        prompts.append(BenchPrompt(str(row.get("id", number)), row.get("category", "all"), turns))
     if not prompts:
         raise InputError(f"{path} holds no prompts")
     return prompts

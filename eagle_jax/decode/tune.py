@@ -12,30 +12,30 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from eagle_jax import hub
 from eagle_jax.config import PLAIN, TreeShape
+from eagle_jax.decode.acceptance import FEW, PROBES, tau_by_tree
 from eagle_jax.decode.engine import Engine
 from eagle_jax.decode.measure import cycle_ms, draft_ms, target_pass_ms
 from eagle_jax.drafters.load import LoadedDrafter
 from eagle_jax.drafters.none import NoDrafter
+from eagle_jax.nn.modules import parameters
 from eagle_jax.target.load import Target
 
 GAIN = 1.03  # a tree must promise this much over plain decoding to be used
 FINALISTS = 2  # trees whose whole cycle is timed
 WORTH_TIMING = 0.8  # speedup by parts below which no whole cycle is timed
-UNMEASURED = TreeShape(nodes=4, depth=3, top_k=2)
 
 
 def best_tree(target: Target, drafter: LoadedDrafter, batch: int = 1) -> TreeShape:
     """The tree that decodes fastest here; `PLAIN` where none beats plain decoding.
 
     Costs are measured once a machine, backend, target, head and batch size (rounded up to a power
-    of two: extra nodes cost more in a batch), and kept in the user cache. A head that carries no
-    measured tau gets a small tree.
+    of two: extra nodes cost more in a batch), and kept in the user cache; so is the tau of a head
+    that carries no table of its own, on a few questions.
     """
-    if not drafter.tau:
-        return UNMEASURED
     batch = 1 << (batch - 1).bit_length()
     store = hub.cache_root() / "tuning.json"
     known, key = _load(store), _key(target, drafter, batch)
@@ -51,10 +51,11 @@ def predict(target: Target, drafter: LoadedDrafter, batch: int) -> list[dict[str
 
     Parts of a cycle, timed apart, choose the finalists; whole cycles decide between those.
     """
-    nodes = sorted({1, *(row["nodes"] for row in drafter.tau)})
+    table = drafter.tau or tau_by_tree(target, drafter, _probes(target), FEW)
+    nodes = sorted({1, *(row["nodes"] for row in table)})
     passes = {count: target_pass_ms(target, count, batch) for count in nodes}
     rows = []
-    for row in drafter.tau:
+    for row in table:
         shape = TreeShape(row["nodes"], row["depth"], row["top_k"])
         cost = passes[shape.nodes] + draft_ms(target, drafter, shape, batch)
         rows.append((row["tau"] * passes[1] / cost, shape, row))
@@ -69,6 +70,14 @@ def predict(target: Target, drafter: LoadedDrafter, batch: int) -> list[dict[str
         cycle = cycle_ms(Engine(target.model, drafter.module, shape), prompts)
         found.append({**row, "cycle_ms": cycle, "speedup": row["tau"] * plain / cycle})
     return found
+
+
+def _probes(target: Target) -> list[list[int]]:
+    tokenizer = target.tokenizer
+    if tokenizer is None:  # nothing to ask in words: the head shows on what the target writes
+        return [[token] for token in range(1, min(9, target.config.vocab_size))]
+    encode = tokenizer.encode_chat if tokenizer.has_chat_template else tokenizer.encode
+    return [encode(text) for text in PROBES]
 
 
 def fastest(rows: Sequence[Mapping[str, Any]]) -> TreeShape:
@@ -90,9 +99,18 @@ def _key(target: Target, drafter: LoadedDrafter, batch: int) -> str:
         target.config,
         drafter.method,
         batch,
-        [sorted(row.items()) for row in drafter.tau],
+        [sorted(row.items()) for row in drafter.tau] or _digest(drafter),
     ]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
+
+
+def _digest(drafter: LoadedDrafter) -> str:
+    """Of a head's weights."""
+    found = hashlib.sha256()
+    for name, array in sorted(parameters(drafter.module.head).items()):
+        found.update(name.encode())
+        found.update(np.asarray(array, np.float32).tobytes())
+    return found.hexdigest()
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -1,0 +1,179 @@
+"""`python -m train` on a tiny chat model: every stage, from nothing to a head that decodes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eagle_jax import TreeShape, generate, load_drafter, load_target
+from train.__main__ import main
+from train.data import Sample, pack
+from train.evaluate import acceptance, simulated_tau
+from train.fit import Corpus
+from train.pipeline import _context
+from train.store import Joined, lay_out, open_shelf
+
+FIXTURE = Path(__file__).parent / "fixtures" / "llama-tied"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target of 61 words with a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("target") / "model"
+    shutil.copytree(FIXTURE, folder)
+    words = ["<end>", "user", "assistant", *(f"w{i}" for i in range(58))]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<end>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    return folder
+
+
+OPTIONS = [
+    *("--count", "10", "--max-new-tokens", "12", "--rows", "4", "--max-length", "40"),
+    *("--draft-vocab", "48", "--epochs", "2", "--batch", "1", "--tau-prompts", "2"),
+    *("--temperatures", "0", "0", "1", "--held-out", "0.25"),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "out"
+    prompts = out.parent / "prompts.jsonl"
+    rng = np.random.default_rng(0)
+    with prompts.open("w") as file:
+        for i in range(24):
+            turns = [
+                " ".join(f"w{w}" for w in rng.integers(1, 58, 3)) for _ in range(1 + (i % 6 == 0))
+            ]
+            file.write(json.dumps({"id": f"p{i}", "turns": turns}) + "\n")
+    options = ["--target", str(folder), "--out", str(out), "--prompts", str(prompts), *OPTIONS]
+    assert main(options) == 0
+    return out, options
+
+
+def test_all_stages_leave_what_they_promise(trained, folder):
+    out, _ = trained
+    rows = [
+        json.loads(line)
+        for line in (out / "answers" / "answers.jsonl").read_text().split("\n")
+        if line
+    ]
+    assert {row["id"] for row in rows} == {f"p{i}" for i in range(24)} | {
+        f"p{i}+1" for i in range(0, 24, 6)
+    }
+    assert {row["temp"] for row in rows} == {0.0, 1.0}
+    report = json.loads((out / "evaluation.json").read_text())
+    assert report["simulated_tau"] == pytest.approx(report["real_tau"], rel=0.03)
+    target = load_target(str(folder))
+    drafter = load_drafter(str(out / "head"), target)
+    assert drafter.method == "eagle3" and drafter.tau
+    run = generate(target, drafter, "w5 w9", max_new_tokens=12, tree=TreeShape(4, 2, 2))
+    assert run.tokens == generate(target, None, "w5 w9", max_new_tokens=12).tokens
+
+
+def test_a_second_turn_follows_the_targets_own_first_answer(trained, folder):
+    out, _ = trained
+    rows = {}
+    for line in (out / "answers" / "answers.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        rows[row["id"]] = row
+    target = load_target(str(folder))
+    first, second = rows["p6"], rows["p6+1"]
+    text = target.tokenizer.decode(first["out"])
+    shown = target.tokenizer.decode(second["prompt"])
+    assert text in shown and len(second["prompt"]) > len(first["prompt"])
+
+
+def test_stages_are_restartable_and_add_nothing_the_second_time(trained):
+    out, options = trained
+    before = (out / "answers" / "answers.jsonl").read_bytes()
+    assert main(["answers", *options]) == 0
+    assert (out / "answers" / "answers.jsonl").read_bytes() == before
+    weights = (out / "head" / "model.safetensors").read_bytes()
+    assert main(["fit", *options]) == 0
+    assert (out / "head" / "model.safetensors").read_bytes() == weights
+
+
+def test_the_target_writes_prompts_for_itself(folder, tmp_path):
+    options = ["prompts", "--target", str(folder), "--out", str(tmp_path), *OPTIONS]
+    assert main(options) == 0
+    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert len({row["turns"][0] for row in rows}) == 10
+    assert all(len(row["turns"][0].split()) >= 3 for row in rows)
+    lines = (tmp_path / "prompts.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "prompts.jsonl").write_text("".join(lines[:4]) + lines[4][:10])  # killed
+    assert main(options) == 0
+    again = (tmp_path / "prompts.jsonl").read_text().splitlines(keepends=True)
+    assert again[:4] == lines[:4] and len(again) == 10
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ["fit"],
+        ["--epochs", "0"],
+        ["--temperatures", "-1"],
+        ["--prompts", "missing.jsonl"],
+        ["--answers", "missing.jsonl"],
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_refused(folder, tmp_path, change, capsys):
+    assert main([*change, "--target", str(folder), "--out", str(tmp_path / "out")]) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_simulated_tau_walks_as_the_cycle_does():
+    # One answer of 7 tokens after a prompt of 2: rows 1..6 draft tokens 3..8.
+    samples = [Sample(np.arange(9, dtype=np.int32), 2)]
+    store = lay_out(samples, np.zeros((9, 0), np.float16))
+    data = Corpus(pack(store.samples, 12, 0.0, ()), store, 0)
+    hits, weights = np.zeros((1, 12, 2), bool), np.zeros((1, 12, 2))
+    weights[0, 1:7, 0] = weights[0, 1:6, 1] = 1
+    hits[0, 1] = [True, True]  # from row 1: two drafts and a bonus, tokens 3, 4, 5
+    hits[0, 4] = [False, True]  # from row 4: nothing but the target's own token 6
+    hits[0, 5] = [True, True]  # from row 5: token 7, then 8 ends the answer
+    assert simulated_tau(hits, weights, data) == pytest.approx(6 / 3)
+    sure = np.full((1, 12), 0.75)
+    found = acceptance(hits, weights, sure)
+    assert found.conditional == pytest.approx([2 / 6, 2 / 2])
+    assert found.cumulative == pytest.approx([2 / 6, 2 / 5])
+    assert found.calibration_error == pytest.approx(0.75 - 2 / 6)
+
+
+def test_joined_arrays_read_as_one():
+    parts = [np.arange(6, dtype=np.float16).reshape(3, 2), np.full((2, 2), 9, np.float16)]
+    whole = np.concatenate(parts)
+    rows = np.array([[4, 0], [2, 3]])
+    np.testing.assert_array_equal(Joined(parts)[rows], whole[rows])
+
+
+def test_a_context_without_its_first_answer_is_left_out(folder):
+    target = load_target(str(folder))
+
+    class Two:
+        id, turns = "x", ("w1", "w2")
+
+    assert _context(target, Two, 1, {}) is None
+    assert _context(target, Two, 1, {"x": [5]})[-1] == target.tokenizer.encode("assistant")[0]
+
+
+def test_a_shelf_of_another_width_is_refused(trained):
+    from eagle_jax import FormatError
+
+    out, _ = trained
+    with pytest.raises(FormatError, match="do not|--taps"):
+        open_shelf(out / "answers", 61, 40, 32)

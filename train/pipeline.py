@@ -1,0 +1,301 @@
+"""The stages of training; each can be run alone, is restartable, and says what it will cost."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from eagle_jax.bench.prompts import read_prompts
+from eagle_jax.config import DrafterConfig, default_taps
+from eagle_jax.decode.acceptance import tau_by_tree
+from eagle_jax.decode.measure import target_pass_ms
+from eagle_jax.drafters.load import load_drafter, save_head
+from eagle_jax.errors import InputError
+from eagle_jax.target.load import Target, load_target
+from train.answers import Question, write_answers
+from train.data import Sample, draft_vocabulary, pack, read_answers
+from train.evaluate import TOLERANCE, acceptance, drafts, real_tau, simulated_tau
+from train.features import extract
+from train.fit import Corpus, FitConfig, fit, lend
+from train.loss import Objective
+from train.prompts import write_own_prompts
+from train.start import initial_head
+from train.store import Store, join, lay_out, open_shelf
+
+DEPTH = 4  # of the chains that are evaluated
+
+
+@dataclasses.dataclass
+class Run:
+    """A training folder and how it was asked for; the folder holds `prompts.jsonl`, `answers/`,
+    `features/`, `fit/`, `head/` and `evaluation.json`."""
+
+    options: argparse.Namespace
+    console: Console = dataclasses.field(default_factory=lambda: Console(highlight=False))
+
+    @functools.cached_property
+    def target(self) -> Target:
+        return load_target(self.options.target)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """What is recorded: taps for either kind of head."""
+        return default_taps(self.target.config.num_layers)
+
+    @property
+    def width(self) -> int:
+        return (1 + len(self.taps)) * self.target.config.hidden_size
+
+    def path(self, name: str) -> Path:
+        return self.options.out / name
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    @contextmanager
+    def bar(self, title: str) -> Iterator[Callable[[int, int], None]]:
+        """A progress bar; the function that it gives takes (done, in all)."""
+        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self.console) as progress:
+            task = progress.add_task(title, total=None)
+            yield lambda done, of: progress.update(task, completed=done, total=of)
+
+
+def prompts(run: Run) -> None:
+    """Lets the target write user turns, where no file of prompts was given."""
+    if run.options.prompts:
+        run.say(f"{len(read_prompts(run.options.prompts))} prompts in {run.options.prompts}")
+        return
+    count = run.options.count
+    with run.bar("prompts") as bar:
+        write_own_prompts(run.target, run.path("prompts.jsonl"), count, bar)
+    run.say(f"{count} prompts in {run.path('prompts.jsonl')}")
+
+
+def answers(run: Run) -> None:
+    """Lets the target answer the prompts, turn by turn, and records its features."""
+    options, target = run.options, run.target
+    conversations = read_prompts(options.prompts or run.path("prompts.jsonl"))
+    budget, folder = options.max_new_tokens, run.path("answers")
+    expected = sum(len(c.turns) for c in conversations) * (budget + 64)
+    rate = options.rows / target_pass_ms(target, 1, options.rows) * 1e3
+    hours = expected / rate / 3600
+    run.say(
+        f"answering {len(conversations)} conversations: up to {expected} tokens at about "
+        f"{rate:.0f} a second, {hours:.1f} hours; features take up to "
+        f"{expected * run.width * 2 / 2**30:.1f} GiB"
+    )
+    written: dict[str, list[int]] = {}
+    for turn in range(max(len(c.turns) for c in conversations)):
+        questions, long = [], 0
+        for index, conversation in enumerate(conversations):
+            if turn >= len(conversation.turns):
+                continue
+            if (ids := _context(target, conversation, turn, written)) is None:
+                continue
+            if len(ids) > options.max_length - budget:
+                long += 1
+                continue
+            temperature = options.temperatures[index % len(options.temperatures)]
+            name = conversation.id if turn == 0 else f"{conversation.id}+{turn}"
+            questions.append(Question(name, tuple(ids), temperature, seed=index))
+        if long:
+            run.say(
+                f"turn {turn + 1}: {long} prompts left out; with {budget} new tokens they are "
+                f"longer than --max-length {options.max_length}"
+            )
+        if not questions:
+            continue
+        with run.bar(f"answers, turn {turn + 1}") as bar:
+            write_answers(
+                target,
+                questions,
+                folder,
+                run.taps,
+                budget,
+                lambda done, of, tokens, bar=bar: bar(done, of),
+                rows=options.rows,
+            )
+        for line in (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            written[row["id"]] = row["out"]
+
+
+def _context(target: Target, conversation, turn: int, written) -> list[int] | None:
+    """Token ids up to where the answer to a turn begins; None where an earlier one is missing."""
+    messages = []
+    for number, text in enumerate(conversation.turns[: turn + 1]):
+        messages.append({"role": "user", "content": text})
+        if number < turn:
+            name = conversation.id if number == 0 else f"{conversation.id}+{number}"
+            if name not in written:
+                return None
+            messages.append(
+                {"role": "assistant", "content": target.tokenizer.decode(written[name])}
+            )
+    if target.tokenizer is None:
+        raise InputError("this target has no tokenizer; give --answers as token ids")
+    if target.tokenizer.has_chat_template:
+        return target.tokenizer.encode_chat(messages)
+    return target.tokenizer.encode(conversation.turns[0]) if turn == 0 else None
+
+
+def features(run: Run) -> None:
+    """Computes the target's features of answers that were given as files."""
+    if not run.options.answers:
+        run.say("features: recorded with the answers")
+        return
+    samples = _given(run)
+    total = sum(len(sample.tokens) for sample in samples)
+    chunk = min(512, run.target.config.context)
+    rate = 8 * chunk / target_pass_ms(run.target, chunk, 8) * 1e3
+    run.say(
+        f"features of {len(samples)} conversations, {total} tokens: about "
+        f"{total / rate / 60:.0f} minutes, {total * run.width * 2 / 2**30:.2f} GiB"
+    )
+    with run.bar("features") as bar:
+        extract(run.target.model, samples, run.path("features"), run.taps, bar)
+
+
+def _given(run: Run) -> list[Sample]:
+    options = run.options
+    return read_answers(options.answers, run.target.config.vocab_size, options.max_length)
+
+
+def open_store(run: Run) -> Store:
+    """Everything there is to train on: given answers, and those that the target wrote here."""
+    stores, options = [], run.options
+    if options.answers:
+        samples = _given(run)
+        found = extract(run.target.model, samples, run.path("features"), run.taps)
+        stores.append(lay_out(samples, found))
+    if (run.path("answers") / "answers.jsonl").is_file():
+        vocab = run.target.config.vocab_size
+        stores.append(open_shelf(run.path("answers"), vocab, options.max_length, run.width))
+    if not stores:
+        raise InputError(
+            f"no answers in {run.path('answers')}; run the stage `answers` first, or give some "
+            "with --answers"
+        )
+    store = join(stores)
+    if len(store.samples) < 2:
+        raise InputError("training needs at least two conversations")
+    return store
+
+
+def split(samples: list[Sample], seed: int, share: float = 0.03) -> tuple[np.ndarray, np.ndarray]:
+    """Splits at random: indices to train on, and a share of indices held out, at least one."""
+    order = np.random.default_rng(seed).permutation(len(samples))
+    count = max(1, int(share * len(samples)))
+    return np.sort(order[count:]), np.sort(order[:count])
+
+
+def fit_head(run: Run) -> None:
+    """Fits a head and writes it to `head/`."""
+    options, target, store = run.options, run.target, open_store(run)
+    chosen, held = split(store.samples, options.seed, options.held_out)
+    train = _corpus(run, store, chosen, options.prompt_weight)
+    valid = _corpus(run, store, held, 0.0)
+    vocab = draft_vocabulary(
+        [store.samples[i] for i in chosen], target.config.vocab_size, options.draft_vocab
+    )
+    taps = run.taps if options.method == "eagle3" else ()
+    config = DrafterConfig.like(target.config, options.draft_vocab, taps)
+    head = initial_head(target.model, config, options.seed, vocab)
+    settings = FitConfig(
+        **_fields(FitConfig, options), objective=Objective(**_fields(Objective, options))
+    )
+    run.say(
+        f"fitting on {len(train)} rows of {options.max_length} tokens, {len(valid)} held out; "
+        f"{len(train) // min(settings.batch, len(train)) * settings.epochs} steps"
+    )
+    lent = lend(target.model, vocab, train)
+    head = fit(head, lent, train, valid, settings, run.path("fit"), lambda row: _show(run, row))
+    facts = {"target": target.name, "training": _recipe(options, store)}
+    save_head(run.path("head"), head, vocab, facts)
+    run.say(f"head written to {run.path('head')}")
+
+
+def evaluate(run: Run) -> None:
+    """Acceptance on held-out answers, simulated and real tau, and tau by tree."""
+    options, target, store = run.options, run.target, open_store(run)
+    drafter = load_drafter(str(run.path("head")), target)
+    _, held = split(store.samples, options.seed, options.held_out)
+    greedy = [i for i in held if store.samples[i].greedy]
+    if not greedy:
+        raise InputError("no held-out answer was written at temperature 0, so none can be compared")
+    valid = _corpus(run, store, greedy, 0.0)
+    module = drafter.module
+    vocab = np.asarray(module.draft_ids[...])
+    lent = lend(target.model, vocab, valid)
+    lent = lent.replace(tap_scale=np.ones_like(lent.tap_scale))
+    hits, weights, confidence = drafts(module.head, lent, vocab, valid, DEPTH)
+    found = acceptance(hits, weights, confidence)
+    samples = [store.samples[i] for i in greedy]
+    simulated = simulated_tau(hits, weights, valid)
+    real = real_tau(target, drafter, samples, DEPTH)
+    for name in ("conditional", "cumulative"):
+        figures = " ".join(f"{share:.3f}" for share in getattr(found, name))
+        run.say(f"{name} acceptance by depth: {figures}")
+    run.say(f"calibration error of the first draft: {found.calibration_error:.3f}")
+    run.say(f"tau of a chain of {DEPTH}: {simulated:.3f} simulated, {real:.3f} in the decode cycle")
+    if abs(simulated / real - 1) > TOLERANCE:
+        run.say(
+            f"WARNING: these differ by more than {TOLERANCE:.0%}: the head is not used as it was "
+            "trained"
+        )
+    asked = [s.tokens[: s.answer_start].tolist() for s in samples[: options.tau_prompts]]
+    table = tau_by_tree(target, drafter, asked)
+    for row in table:
+        run.say("tau {tau:.3f} with {nodes} nodes, depth {depth}, top_k {top_k}".format(**row))
+    config = run.path("head") / "config.json"
+    facts = json.loads(config.read_text(encoding="utf-8")) | {"tau": table}
+    config.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    report = {**dataclasses.asdict(found), "simulated_tau": simulated, "real_tau": real}
+    run.path("evaluation.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _corpus(run: Run, store: Store, chosen, prompt_weight: float) -> Corpus:
+    eos = run.target.eos
+    packed = pack(store.samples, run.options.max_length, prompt_weight, eos, chosen)
+    return Corpus(packed, store, run.target.config.hidden_size)
+
+
+def _fields(kind, options: argparse.Namespace) -> dict:
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in vars(options).items() if name in names}
+
+
+def _recipe(options: argparse.Namespace, store: Store) -> dict:
+    tokens = sum(len(sample.tokens) for sample in store.samples)
+    settings = _fields(FitConfig, options) | _fields(Objective, options)
+    settings["prompt_weight"] = options.prompt_weight
+    return {"conversations": len(store.samples), "tokens": tokens, **settings}
+
+
+def _show(run: Run, row: dict) -> None:
+    figures = [
+        f"{name} {value:.3f}"
+        for name, value in row.items()
+        if name not in ("step", "steps", "seconds") and not math.isnan(value)
+    ]
+    run.say(f"step {row['step']}/{row['steps']} after {row['seconds']:.0f} s: {', '.join(figures)}")
+
+
+STAGES = {
+    "prompts": prompts,
+    "answers": answers,
+    "features": features,
+    "fit": fit_head,
+    "evaluate": evaluate,
+}
