@@ -41,13 +41,13 @@ class FitConfig:
       seed: of initialisation, order and noise.
     """
 
-    epochs: int = 6
+    epochs: int = 4
     batch: int = 4
     learning_rate: float = 0.01
     weight_decay: float = 0.0
     newton_schulz: int = 3
     warmup: float = 0.03
-    single: float = 0.0
+    single: float = 0.6
     checkpoint_every: int = 100
     seed: int = 0
     objective: Objective = Objective()

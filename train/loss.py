@@ -1,7 +1,8 @@
 """The objective of EAGLE heads, with unrolled steps.
 
-Feature regression (SmoothL1) plus a weighted soft cross-entropy of the tokens that follow (arXiv
-2401.15077, section 3.2). With more than one step the head is also trained on its own outputs, as it
+Feature regression (SmoothL1) and soft cross-entropy of the tokens that follow, weighted: EAGLE-1
+takes 1 and 0.1 (arXiv 2401.15077, section 3.2), EAGLE-3 the cross-entropy alone; a share of the
+regression keeps a head from learning few answers by heart. With more than one step the head is also trained on its own outputs, as it
 runs when it drafts (training-time test, arXiv 2503.01840, section 3): step s of row t reads the
 token t + 1 + s and its own prediction of step s - 1, attends to the true rows up to t and to its
 own rows of the steps 1..s, and predicts feature t + 1 + s.
@@ -32,10 +33,10 @@ class Objective:
       noise: features are disturbed by a uniform draw from [-noise, noise] in training.
     """
 
-    steps: int = 1
+    steps: int = 2
     step_decay: float = 0.8
-    feature_weight: float = 1.0
-    token_weight: float = 0.1
+    feature_weight: float = 0.3
+    token_weight: float = 1.0
     noise: float = 0.1
 
 

@@ -19,7 +19,7 @@ from eagle_jax.bench.prompts import read_prompts
 from eagle_jax.config import DrafterConfig, default_taps
 from eagle_jax.decode.acceptance import tau_by_tree
 from eagle_jax.decode.measure import target_pass_ms
-from eagle_jax.drafters.load import load_drafter, save_head
+from eagle_jax.drafters.load import LoadedDrafter, load_drafter, save_head
 from eagle_jax.errors import InputError
 from eagle_jax.target.load import Target, load_target
 from train.answers import Question, write_answers
@@ -231,38 +231,50 @@ def evaluate(run: Run) -> None:
     options, target, store = run.options, run.target, open_store(run)
     drafter = load_drafter(str(run.path("head")), target)
     _, held = split(store.samples, options.seed, options.held_out)
-    greedy = [i for i in held if store.samples[i].greedy]
-    if not greedy:
-        raise InputError("no held-out answer was written at temperature 0, so none can be compared")
-    valid = _corpus(run, store, greedy, 0.0)
-    module = drafter.module
-    vocab = np.asarray(module.draft_ids[...])
-    lent = lend(target.model, vocab, valid)
-    lent = lent.replace(tap_scale=np.ones_like(lent.tap_scale))
-    hits, weights, confidence = drafts(module.head, lent, vocab, valid, DEPTH)
-    found = acceptance(hits, weights, confidence)
-    samples = [store.samples[i] for i in greedy]
-    simulated = simulated_tau(hits, weights, valid)
-    real = real_tau(target, drafter, samples, DEPTH)
+    found = acceptance(*_drafts(run, drafter, store, held)[1])
     for name in ("conditional", "cumulative"):
         figures = " ".join(f"{share:.3f}" for share in getattr(found, name))
         run.say(f"{name} acceptance by depth: {figures}")
     run.say(f"calibration error of the first draft: {found.calibration_error:.3f}")
-    run.say(f"tau of a chain of {DEPTH}: {simulated:.3f} simulated, {real:.3f} in the decode cycle")
-    if abs(simulated / real - 1) > TOLERANCE:
-        run.say(
-            f"WARNING: these differ by more than {TOLERANCE:.0%}: the head is not used as it was "
-            "trained"
-        )
-    asked = [s.tokens[: s.answer_start].tolist() for s in samples[: options.tau_prompts]]
-    table = tau_by_tree(target, drafter, asked)
+    report = dataclasses.asdict(found)
+
+    greedy = [i for i in held if store.samples[i].greedy]
+    if greedy:
+        valid, (hits, weights, _) = _drafts(run, drafter, store, greedy)
+        simulated = simulated_tau(hits, weights, valid)
+        real = real_tau(target, drafter, [store.samples[i] for i in greedy], DEPTH)
+        run.say(f"tau of a chain of {DEPTH}: {simulated:.3f} simulated, {real:.3f} when decoding")
+        if abs(simulated / real - 1) > TOLERANCE:
+            run.say(
+                f"WARNING: these differ by more than {TOLERANCE:.0%}: the head is not used as it "
+                "was trained"
+            )
+        report |= {"simulated_tau": simulated, "real_tau": real}
+    else:
+        run.say("no held-out answer says `temp` 0, so the decode cycle cannot be simulated")
+    samples = [store.samples[i] for i in held[: options.tau_prompts]]
+    table = tau_by_tree(target, drafter, [s.tokens[: s.answer_start].tolist() for s in samples])
     for row in table:
         run.say("tau {tau:.3f} with {nodes} nodes, depth {depth}, top_k {top_k}".format(**row))
-    config = run.path("head") / "config.json"
-    facts = json.loads(config.read_text(encoding="utf-8")) | {"tau": table}
-    config.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    report = {**dataclasses.asdict(found), "simulated_tau": simulated, "real_tau": real}
-    run.path("evaluation.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    _update(run.path("head") / "config.json", {"tau": table})
+    _update(run.path("evaluation.json"), report)
+
+
+def _drafts(run: Run, drafter: LoadedDrafter, store: Store, chosen):
+    """The corpus of the chosen samples, and what `drafts` finds on it."""
+    valid, module = _corpus(run, store, chosen, 0.0), drafter.module
+    ids = module.draft_ids
+    vocab = np.arange(module.head.config.vocab_size) if ids is None else np.asarray(ids[...])
+    lent = lend(run.target.model, vocab, valid)
+    # A finished head reads taps as they are.
+    lent = lent.replace(tap_scale=np.ones_like(lent.tap_scale))
+    return valid, drafts(module.head, lent, vocab, valid, DEPTH)
+
+
+def _update(path: Path, facts: dict) -> None:
+    """Writes facts into a JSON file, beside what it holds."""
+    held = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    path.write_text(json.dumps(held | facts, indent=1) + "\n", encoding="utf-8")
 
 
 def _corpus(run: Run, store: Store, chosen, prompt_weight: float) -> Corpus:

@@ -24,7 +24,7 @@ from eagle_jax.target.load import Target, read_json
 
 FORMAT = "eagle_jax/1"
 HEADS = {kind.method: kind for kind in (EagleHead, Eagle3Head)}
-SHIPPED = {"smollm2-135m": "smollm2-135m-eagle"}
+SHIPPED = {"smollm2-135m": "smollm2-135m-eagle3"}
 
 
 @dataclasses.dataclass(eq=False)
