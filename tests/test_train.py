@@ -231,7 +231,7 @@ def test_overfits_and_decodes_as_trained(small, tmp_path, method):
     """Eight conversations are learnt, and the decode cycle accepts what training promised."""
     target, samples, features = small
     goal = Objective(steps=2, token_weight=1.0, noise=0.0)
-    config = dataclasses.replace(FIT, epochs=250, checkpoint_every=1000, objective=goal)
+    config = dataclasses.replace(FIT, epochs=200, checkpoint_every=1000, objective=goal)
     head, ids = run_fit(small, tmp_path, config, method)
     data = corpus(samples, features)
     batch = jax.tree.map(jnp.asarray, data.batch(np.arange(3)))

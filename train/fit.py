@@ -183,7 +183,7 @@ def fit(
                 state = {"params": params, "opt_state": opt_state}
                 manager.save(done, args=ocp.args.StandardSave(state))
         manager.wait_until_finished()
-    if "fc.weight" in params and frozen.tap_scale.size:
+    if head.config.taps:
         params = params | {"fc.weight": params["fc.weight"] * frozen.tap_scale}
     return build(params)
 

@@ -37,7 +37,8 @@ def own_prompts(target: Target, count: int, first_seed: int = 0) -> Iterator[tup
     1: pairs of a seed and a text; those that are cut off or too short are left out."""
     header = tuple(user_header(target))
     questions = [Question(f"{s}", header, 1.0, s) for s in range(first_seed, first_seed + count)]
-    for written in answer(target, questions, (), MAX_TOKENS):
+    budget = min(MAX_TOKENS, target.config.context - len(header))
+    for written in answer(target, questions, (), budget):
         text = target.tokenizer.decode(written.out).strip()
         if written.out[-1] in target.eos and len(text.split()) >= LEAST_WORDS:
             yield written.question.seed, text
