@@ -2,10 +2,12 @@
 
 Feature regression (SmoothL1) and soft cross-entropy of the tokens that follow, weighted: EAGLE-1
 takes 1 and 0.1 (arXiv 2401.15077, section 3.2), EAGLE-3 the cross-entropy alone; a share of the
-regression keeps a head from learning few answers by heart. With more than one step the head is also trained on its own outputs, as it
-runs when it drafts (training-time test, arXiv 2503.01840, section 3): step s of row t reads the
-token t + 1 + s and its own prediction of step s - 1, attends to the true rows up to t and to its
-own rows of the steps 1..s, and predicts feature t + 1 + s.
+regression keeps a head from learning few answers by heart.
+
+With more than one step the head is also trained on its own outputs, as it runs when it drafts
+(training-time test, arXiv 2503.01840, section 3): step s of row t reads the token t + 1 + s and its
+own prediction of step s - 1, attends to the true rows up to t and to its own rows of the steps
+1..s, and predicts feature t + 1 + s.
 """
 
 from __future__ import annotations
