@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         default = getattr(Objective, name)
         flag = "--" + name.replace("_", "-")
         fit.add_argument(flag, type=type(default), default=default, help=text)
-    p.add_argument("--tau-prompts", type=int, default=16, help="held-out prompts for tau by tree")
+    p.add_argument("--tau-prompts", type=int, default=8, help="held-out prompts for tau by tree")
     return p
 
 
