@@ -157,8 +157,7 @@ def features(run: Run) -> None:
         return
     samples = _given(run)
     total = sum(len(sample.tokens) for sample in samples)
-    chunk = min(512, run.target.config.context)
-    rate = 8 * chunk / target_pass_ms(run.target, chunk, 8) * 1e3
+    rate = 64 / target_pass_ms(run.target, 64) * 1e3
     run.say(
         f"features of {len(samples)} conversations, {total} tokens: about "
         f"{total / rate / 60:.0f} minutes, {total * run.width * 2 / 2**30:.2f} GiB"
