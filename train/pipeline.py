@@ -1,4 +1,4 @@
-"""The stages of training; each can be run alone, is restartable, and says what it will cost."""
+"""The stages of training; each can be run alone and is restartable."""
 
 from __future__ import annotations
 
