@@ -96,8 +96,11 @@ def cycle(
     ended = (stop.any(axis=1) & (to_stop <= count)) | (length + 1 + count >= state.limit)
 
     with jax.named_scope("commit"):
+        # Nothing may be written before every layer has read its cache: a write position that hangs
+        # on the drawn token says so. Where XLA cannot see it, it copies every cache in every cycle.
+        at = length + jnp.minimum(walked.drawn[:, 0], 0)
         caches = tuple(
-            commit_rows(cache, new, walked.path, length)
+            commit_rows(cache, new, walked.path, at)
             for cache, new in zip(state.caches, fresh, strict=True)
         )
         true_features = tapped if drafter.taps else features
