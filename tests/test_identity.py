@@ -9,7 +9,8 @@ import pytest
 from conftest import PROMPTS, replay
 
 from eagle_jax import Sampling, TreeShape, generate, stream
-from eagle_jax.decode.generate import engine
+from eagle_jax.config import PLAIN
+from eagle_jax.decode.generate import NO_DRAFTER, engine
 from eagle_jax.tiny import TINY, tiny_drafter, tiny_target
 
 CHAIN = TreeShape(4, 3, 1)
@@ -151,13 +152,15 @@ def test_compiles_once_a_bucket(target, drafter):
     assert counts == {"prefill": 1, "run": 1}
 
 
-def test_the_caches_stay_in_place():
+@pytest.mark.parametrize("tree", [PLAIN, CHAIN], ids=["plain", "chain"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_caches_stay_in_place(tree, batch):
     """A cycle's temporaries are smaller than the caches, which it updates where they lie."""
     # Heads of a usual size: with tiny ones the scores outweigh the cache.
     config = dataclasses.replace(TINY, head_dim=64, context=1000, num_layers=4)
     target = tiny_target(config=config)
-    runner = engine(target, tiny_drafter(target), CHAIN)
-    state = runner.start([[1, 2, 3]] * 4, 900, Sampling(), [0] * 4, ())
+    runner = engine(target, NO_DRAFTER if tree == PLAIN else tiny_drafter(target), tree)
+    state = runner.start([[1, 2, 3]] * batch, 900, Sampling(), [0] * batch, ())
     caches = sum(x.nbytes for layer in state.caches for x in (layer.keys, layer.values))
     memory = runner.compiled_cycle(state).memory_analysis()
     assert memory.temp_size_in_bytes < caches / 2

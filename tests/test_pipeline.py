@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.flax import load_file
 
 from eagle_jax import TreeShape, generate, load_drafter, load_target
 from train.__main__ import main
@@ -105,6 +106,23 @@ def test_stages_are_restartable_and_add_nothing_the_second_time(trained):
     weights = (out / "head" / "model.safetensors").read_bytes()
     assert main(["fit", *options]) == 0
     assert (out / "head" / "model.safetensors").read_bytes() == weights
+
+
+def test_a_fit_goes_on_from_a_head(trained, tmp_path):
+    """With a rate of zero, the head that comes out is the one that went in."""
+    out, options = trained
+    later = tmp_path / "later"
+    later.mkdir()
+    (later / "answers").symlink_to(out / "answers")
+    more = ["fit", *options, "--out", str(later), "--start", str(out / "head")]
+    assert main([*more, "--epochs", "1", "--learning-rate", "0"]) == 0
+    old, new = (load_file(folder / "head" / "model.safetensors") for folder in (out, later))
+    assert old.keys() == new.keys()
+    for name, array in old.items():
+        scale = np.abs(array.astype(np.float32)).max()
+        difference = np.abs(array.astype(np.float32) - new[name].astype(np.float32)).max()
+        assert difference <= 0.01 * scale, name
+    assert main([*more, "--method", "eagle"]) == 2
 
 
 def test_the_target_writes_prompts_for_itself(folder, tmp_path):

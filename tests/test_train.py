@@ -20,7 +20,7 @@ from train.__main__ import main as train_main
 from train.data import Sample, draft_vocabulary, pack, read_answers
 from train.features import extract
 from train.fit import Corpus, FitConfig, fit, lend
-from train.loss import Objective, objective
+from train.loss import Objective, objective, unroll
 from train.start import initial_head
 from train.store import lay_out
 
@@ -112,6 +112,29 @@ def test_packing_keeps_documents_whole_and_weights_by_owner():
     assert (packed.weight[packed.document == -1] == 0).all()
     with pytest.raises(InputError):
         pack(samples, 8, 1.0, ())
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_noise_goes_by_the_size_of_a_row(small, method):
+    """A row of equal values v has the root mean square |v|, so a noise of 0.5 makes it 1.5 v."""
+    target, samples, features = small
+    data = corpus(samples, features)
+    batch = jax.tree.map(jnp.asarray, data.batch(np.array([0])))
+    size = 1.0 + jnp.arange(96.0)[None, :, None]
+    level = batch.replace(
+        features=jnp.broadcast_to(size, batch.features.shape),
+        taps=jnp.broadcast_to(size, batch.taps.shape),
+    )
+    larger = level.replace(features=1.5 * level.features, taps=1.5 * level.taps)
+    ids = draft_vocabulary(samples, 61, 30)
+    frozen = lend(target.model, ids, data).replace(tap_scale=1.0)
+    head = new_head(target, method, ids)
+    read = level.taps if method == "eagle3" else level.features
+    ((noisy, _),) = unroll(head, frozen, level, 1, jnp.full(read.shape, 0.5))
+    ((scaled, _),) = unroll(head, frozen, larger, 1)
+    ((still, _),) = unroll(head, frozen, level, 1)
+    np.testing.assert_allclose(noisy, scaled, rtol=1e-4, atol=1e-4)
+    assert np.abs(noisy - still).max() > 1e-2
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])

@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
     head = p.add_argument_group("head")
     head.add_argument("--method", choices=sorted(HEADS), default="eagle3")
+    head.add_argument("--start", help="head to go on from: `auto` (the shipped one) or a folder")
     head.add_argument("--draft-vocab", type=int, default=8192, help="ids that the head can draft")
 
     fit = p.add_argument_group("fit")
@@ -63,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         ("steps", "unrolled steps"),
         ("feature_weight", "of the feature regression"),
         ("token_weight", "of the soft cross-entropy"),
-        ("noise", "uniform disturbance of what the head reads"),
+        ("noise", "uniform disturbance of what the head reads, by its root mean square"),
     ):
         default = getattr(Objective, name)
         flag = "--" + name.replace("_", "-")

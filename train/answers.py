@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -145,6 +147,15 @@ class Shelf:
         self.tokens += len(signals)
 
 
+def _alike(questions: Sequence[Question]) -> list[list[Question]]:
+    """Groups of one temperature and like length: a batch has the cache of its longest row."""
+    groups = collections.defaultdict(list)
+    for question in questions:
+        size = max(0, math.ceil(math.log(len(question.prompt) / 96, 4)))
+        groups[question.temperature, size].append(question)
+    return [groups[name] for name in sorted(groups)]
+
+
 def write_answers(
     target: Target,
     questions: Sequence[Question],
@@ -161,8 +172,7 @@ def write_answers(
     """
     shelf = Shelf(folder, (1 + len(taps)) * target.config.hidden_size)
     left = [q for q in questions if q.id not in shelf.done]
-    for temperature in sorted({q.temperature for q in left}):
-        part = [q for q in left if q.temperature == temperature]
+    for part in _alike(left):
         for answered in answer(target, part, taps, max_new_tokens, **batch):
             shelf.add(answered, target.eos)
             progress(len(shelf.done), len(questions), shelf.tokens)

@@ -32,14 +32,15 @@ class Objective:
       step_decay: weight of step s is step_decay ** s.
       feature_weight: of the SmoothL1 regression.
       token_weight: of the soft cross-entropy.
-      noise: features are disturbed by a uniform draw from [-noise, noise] in training.
+      noise: what the head reads is disturbed by a uniform draw from [-noise, noise] times the root
+        mean square of its row.
     """
 
     steps: int = 2
     step_decay: float = 0.8
     feature_weight: float = 0.3
     token_weight: float = 1.0
-    noise: float = 0.1
+    noise: float = 0.2
 
 
 @struct.dataclass
@@ -86,14 +87,17 @@ def unroll(
     """Runs the head as it drafts, from every row at once.
 
     Args:
-      noise: added to what the target gives, of its shape; None leaves it undisturbed.
+      noise: of the shape of what the head reads; that is disturbed by noise times the root mean
+        square of each row. None leaves it undisturbed.
 
     Yields:
       For each step s: the LM head's input `[B, T, hidden]`, from which row t drafts token
       t + 2 + s, and the weight `[B, T]` of that prediction.
     """
     inputs = batch.taps * frozen.tap_scale if head.config.taps else batch.features
-    inputs = head.fuse(inputs if noise is None else inputs + noise)
+    if noise is not None:
+        inputs += noise * jnp.sqrt((inputs**2).mean(axis=-1, keepdims=True))
+    inputs = head.fuse(inputs)
     rows = jnp.arange(batch.tokens.shape[1])
     same = batch.document[:, :, None] == batch.document[:, None, :]
     visible = same & (rows[:, None] >= rows)

@@ -19,6 +19,7 @@ from eagle_jax.bench.prompts import read_prompts
 from eagle_jax.config import DrafterConfig, default_taps
 from eagle_jax.decode.acceptance import tau_by_tree
 from eagle_jax.decode.measure import target_pass_ms
+from eagle_jax.drafters.feature import FeatureDrafter
 from eagle_jax.drafters.load import LoadedDrafter, load_drafter, save_head
 from eagle_jax.errors import InputError
 from eagle_jax.target.load import Target, load_target
@@ -29,7 +30,7 @@ from train.features import extract
 from train.fit import Corpus, FitConfig, fit, lend
 from train.loss import Objective
 from train.prompts import write_own_prompts
-from train.start import initial_head
+from train.start import continued_head, initial_head
 from train.store import Store, join, lay_out, open_shelf
 
 DEPTH = 4  # of the chains that are evaluated
@@ -205,12 +206,7 @@ def fit_head(run: Run) -> None:
     chosen, held = split(store.samples, options.seed, options.held_out)
     train = _corpus(run, store, chosen, options.prompt_weight)
     valid = _corpus(run, store, held, 0.0)
-    vocab = draft_vocabulary(
-        [store.samples[i] for i in chosen], target.config.vocab_size, options.draft_vocab
-    )
-    taps = run.taps if options.method == "eagle3" else ()
-    config = DrafterConfig.like(target.config, options.draft_vocab, taps)
-    head = initial_head(target.model, config, options.seed, vocab)
+    head, vocab = _beginning(run, store, chosen, train)
     settings = FitConfig(
         **_fields(FitConfig, options), objective=Objective(**_fields(Objective, options))
     )
@@ -223,6 +219,35 @@ def fit_head(run: Run) -> None:
     facts = {"target": target.name, "training": _recipe(options, store)}
     save_head(run.path("head"), head, vocab, facts)
     run.say(f"head written to {run.path('head')}")
+
+
+def _beginning(run: Run, store: Store, chosen: np.ndarray, train: Corpus):
+    """The head that the fit starts from, and its draft vocabulary `[draft_vocab]`."""
+    options, target = run.options, run.target
+    counted = draft_vocabulary(
+        [store.samples[i] for i in chosen], target.config.vocab_size, options.draft_vocab
+    )
+    taps = run.taps if options.method == "eagle3" else ()
+    if not options.start:
+        config = DrafterConfig.like(target.config, options.draft_vocab, taps)
+        return initial_head(target.model, config, options.seed, counted), counted
+    module = load_drafter(options.start, target).module
+    head, config = module.head, module.head.config
+    if config.taps != taps:
+        raise InputError(
+            f"--start {options.start}: expected a head that reads the layers {taps} (--method "
+            f"{options.method}), found one that reads {config.taps}"
+        )
+    # An LM head of its own scores certain ids; the target's rows can be chosen anew.
+    if config.own_lm_head or config.draft_vocab_size != options.draft_vocab:
+        counted = _ids(module)
+    return continued_head(head, train.tap_scale()), counted
+
+
+def _ids(module: FeatureDrafter) -> np.ndarray:
+    """The target ids that a head can draft."""
+    ids = module.draft_ids
+    return np.arange(module.head.config.vocab_size) if ids is None else np.asarray(ids[...])
 
 
 def evaluate(run: Run) -> None:
@@ -262,8 +287,7 @@ def evaluate(run: Run) -> None:
 def _drafts(run: Run, drafter: LoadedDrafter, store: Store, chosen):
     """The corpus of the chosen samples, and what `drafts` finds on it."""
     valid, module = _corpus(run, store, chosen, 0.0), drafter.module
-    ids = module.draft_ids
-    vocab = np.arange(module.head.config.vocab_size) if ids is None else np.asarray(ids[...])
+    vocab = _ids(module)
     lent = lend(run.target.model, vocab, valid)
     # A finished head reads taps as they are.
     lent = lent.replace(tap_scale=np.ones_like(lent.tap_scale))

@@ -1,4 +1,4 @@
-"""Where training starts: heads made from the target's own last layer."""
+"""Where training starts: heads made from the target's own last layer, or trained before."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ def initial_head(
         rows = model.head_weight if draft_ids is None else model.head_weight[draft_ids]
         weights["lm_head"] = rows.astype(jnp.float32)
     return fill(lambda: kind(config, rngs=nnx.Rngs(0)), weights)
+
+
+def continued_head(head: Head, tap_scale: np.ndarray) -> Head:
+    """A finished head that reads taps times `tap_scale`, as `fit` takes it."""
+    weights = {name: array.astype(jnp.float32) for name, array in parameters(head).items()}
+    if head.config.taps:
+        weights["fc.weight"] /= tap_scale
+    return fill(lambda: type(head)(head.config, rngs=nnx.Rngs(0)), weights)
 
 
 def _eagle(model, config, weights, last) -> dict[str, jax.Array]:
