@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +16,11 @@ from safetensors.flax import load_file
 
 from eagle_jax import TreeShape, generate, load_drafter, load_target
 from train.__main__ import main
+from train.check import around_user
+from train.corpus import Corpus
 from train.data import Sample, pack
 from train.evaluate import acceptance, simulated_tau
-from train.fit import Corpus
+from train.metrics import read_metrics
 from train.pipeline import _context
 from train.store import Joined, lay_out, open_shelf
 
@@ -77,6 +83,10 @@ def test_all_stages_leave_what_they_promise(trained, folder):
     }
     assert {row["temp"] for row in rows} == {0.0, 1.0}
     report = json.loads((out / "evaluation.json").read_text())
+    rows = read_metrics(out / "fit" / "metrics.csv")
+    assert rows[-1]["step"] == rows[-1]["steps"]
+    assert (out / "fit" / "metrics.png").read_bytes()[:4] == b"\x89PNG"
+    assert list((out / "fit" / "events").glob("events.out.tfevents.*"))
     assert report["simulated_tau"] == pytest.approx(report["real_tau"], rel=0.03)
     target = load_target(str(folder))
     drafter = load_drafter(str(out / "head"), target)
@@ -108,6 +118,31 @@ def test_stages_are_restartable_and_add_nothing_the_second_time(trained):
     assert (out / "head" / "model.safetensors").read_bytes() == weights
 
 
+def test_a_fit_killed_at_any_moment_ends_with_the_same_head(trained, tmp_path):
+    """kill -9 once some steps are done; the next run ends with the very same weights."""
+    out, options = trained
+    later = tmp_path / "later"
+    later.mkdir()
+    (later / "answers").symlink_to(out / "answers")
+    again = ["fit", *options, "--out", str(later), "--checkpoint-every", "2"]
+    log = later / "fit" / "metrics.csv"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-m", "train", *again]
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 300
+    while not log.is_file() or len(log.read_text().splitlines()) < 4:
+        assert run.poll() is None and time.monotonic() < deadline, "the fit ended too early"
+        time.sleep(0.01)
+    run.kill()
+    run.communicate()
+    assert not (later / "head").exists()
+    assert main(again) == 0
+    rows = [row["step"] for row in read_metrics(log)]
+    assert rows == sorted(set(rows)) and rows[-1] > 6
+    weights = (later / "head" / "model.safetensors").read_bytes()
+    assert weights == (out / "head" / "model.safetensors").read_bytes()
+
+
 def test_a_fit_goes_on_from_a_head(trained, tmp_path):
     """With a rate of zero, the head that comes out is the one that went in."""
     out, options = trained
@@ -123,6 +158,33 @@ def test_a_fit_goes_on_from_a_head(trained, tmp_path):
         difference = np.abs(array.astype(np.float32) - new[name].astype(np.float32)).max()
         assert difference <= 0.01 * scale, name
     assert main([*more, "--method", "eagle"]) == 2
+
+
+def test_the_checker_shows_the_span_and_refuses_shifted_or_empty_ones(folder, tmp_path, capsys):
+    tokenizer = load_target(str(folder)).tokenizer
+    conversation = [*tokenizer.encode_chat("w3 w4"), 8, 9, 7, 0]
+    start = len(conversation) - 4
+    assert around_user(tokenizer) == ([1], [0, 2])
+
+    def check(*starts):
+        path = tmp_path / "given.jsonl"
+        rows = [{"prompt": conversation[:at], "out": conversation[at:]} for at in starts]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = ["--target", str(folder), "--out", str(tmp_path / "out"), "--answers", str(path)]
+        return main(["check", *given]), capsys.readouterr()
+
+    code, shown = check(start, start)
+    assert code == 0
+    assert ">>>w5 w6 w4 <end><<<" in shown.out and "2 of 2" in shown.out
+    assert "WARNING" not in shown.out
+    for shift, words in ((1, "1 token(s) after"), (-1, "1 token(s) before")):
+        code, shown = check(start, start + shift)
+        assert code == 2 and words in shown.err and "conversation 2 of 2" in shown.err
+    code, shown = check(len(conversation))
+    assert code == 2 and "empty answer" in shown.err
+    conversation[start - 2 : start] = [9, 9]  # no header anywhere
+    code, shown = check(start)
+    assert code == 0 and "WARNING" in shown.out
 
 
 def test_the_target_writes_prompts_for_itself(folder, tmp_path):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from eagle_jax import FormatError, InputError, TreeShape, generate
 from eagle_jax.config import DrafterConfig, default_taps
@@ -17,10 +18,14 @@ from eagle_jax.drafters.load import LoadedDrafter, bind
 from eagle_jax.nn.modules import parameters
 from eagle_jax.tiny import TINY, tiny_target
 from train.__main__ import main as train_main
+from train.corpus import Corpus
+from train.cost import step_flops
 from train.data import Sample, draft_vocabulary, pack, read_answers
 from train.features import extract
-from train.fit import Corpus, FitConfig, fit, lend
-from train.loss import Objective, objective, unroll
+from train.fit import fit, lend
+from train.loss import Batch, Frozen, Objective, objective, unroll
+from train.metrics import read_metrics
+from train.plan import FitConfig
 from train.start import initial_head
 from train.store import lay_out
 
@@ -300,3 +305,67 @@ def test_command_refuses_bad_input(tmp_path, capsys):
     arguments = ["--answers", str(tmp_path / "none.jsonl"), "--out", str(tmp_path / "out")]
     assert train_main([*arguments, "--target", str(tmp_path / "nowhere.gguf")]) == 2
     assert "no such target" in capsys.readouterr().err
+
+
+def one_step(small, folder, **changes):
+    """Weights after an epoch of one step over all rows, without noise; and the metrics."""
+    still = Objective(noise=0.0, remat=changes.pop("remat", False))
+    config = FitConfig(epochs=1, learning_rate=0.02, single=0.0, objective=still)
+    config = dataclasses.replace(config, **changes)
+    target, samples, features = small
+    data = corpus(samples, features)
+    assert len(data) == 4
+    ids = draft_vocabulary(samples, 61, 61)
+    head = new_head(target, "eagle3", ids)
+    head = fit(head, lend(target.model, ids, data), data, data, config, folder)
+    return parameters(head), read_metrics(folder / "metrics.csv")
+
+
+@pytest.fixture(scope="module")
+def at_once(small, tmp_path_factory):
+    return one_step(small, tmp_path_factory.mktemp("once"), batch=4)
+
+
+@pytest.mark.parametrize("changes", [{"batch": 1, "accumulate": 4}, {"batch": 4, "remat": True}])
+def test_accumulated_and_rematerialised_steps_are_the_same_step(small, at_once, tmp_path, changes):
+    weights, metrics = one_step(small, tmp_path, **changes)
+    assert len(metrics) == 1
+    for name, array in at_once[0].items():
+        np.testing.assert_allclose(weights[name], array, atol=2e-4, err_msg=name)
+    assert metrics[0]["positions"] == at_once[1][0]["positions"]
+
+
+def test_bfloat16_computes_near_float32_and_keeps_float32_weights(small, at_once, tmp_path):
+    weights, metrics = one_step(small, tmp_path, batch=4, compute_dtype="bfloat16")
+    assert all(array.dtype == jnp.float32 for array in weights.values())
+    for name in ("train_token_loss_1", "train_feature_loss_2"):
+        assert metrics[0][name] == pytest.approx(at_once[1][0][name], rel=0.03)
+    rounded = [jnp.array_equal(x, x.astype(jnp.bfloat16)) for x in weights.values()]
+    assert not all(rounded)
+
+
+def test_the_arithmetic_of_a_step_agrees_with_the_compilers(small):
+    """Within a few percent of XLA's count for loss and gradient, at sizes where products rule."""
+    target = tiny_target(config=dataclasses.replace(TINY, hidden_size=128, head_dim=32))
+    config = DrafterConfig.like(target.config, 61, TAPS)
+    head = initial_head(target.model, config, 0, np.arange(61))
+    rows, length, goal = 2, 64, Objective(steps=2)
+    width = target.config.hidden_size
+    batch = Batch(
+        tokens=jnp.zeros((rows, length), jnp.int32),
+        features=jnp.ones((rows, length, width)),
+        taps=jnp.ones((rows, length, len(TAPS) * width)),
+        document=jnp.zeros((rows, length), jnp.int32),
+        position=jnp.tile(jnp.arange(length), (rows, 1)),
+        weight=jnp.ones((rows, length)),
+    )
+    model = target.model
+    frozen = Frozen(model.embed[...], model.head_weight, jnp.ones(len(TAPS) * width))
+    graph, state = nnx.split(head)
+
+    def loss(state):
+        return objective(nnx.merge(graph, state), frozen, batch, None, goal)[0]
+
+    counted = jax.jit(jax.grad(loss)).lower(state).compile().cost_analysis()["flops"]
+    ours = step_flops(head, FitConfig(newton_schulz=0), goal, rows, length)
+    assert ours == pytest.approx(counted, rel=0.15)

@@ -9,9 +9,9 @@ from pathlib import Path
 from eagle_jax import hub
 from eagle_jax.drafters.load import HEADS
 from eagle_jax.errors import EagleError, InputError
-from train.fit import FitConfig
 from train.loss import Objective
 from train.pipeline import STAGES, Run
+from train.plan import FitConfig
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,9 +51,12 @@ def parser() -> argparse.ArgumentParser:
     fit = p.add_argument_group("fit")
     for name, text in (
         ("epochs", "passes over the answers"),
-        ("batch", "packed rows a step"),
+        ("batch", "packed rows computed at once, shared by the devices"),
+        ("accumulate", "batches a step"),
         ("learning_rate", "Muon's peak rate"),
         ("weight_decay", "of matrices"),
+        ("newton_schulz", "Muon's iterations; 5 are usual, 3 a third cheaper"),
+        ("warmup", "share of the steps with a rising rate"),
         ("single", "share of the steps before the head is unrolled"),
         ("checkpoint_every", "steps"),
     ):
@@ -69,6 +72,10 @@ def parser() -> argparse.ArgumentParser:
         default = getattr(Objective, name)
         flag = "--" + name.replace("_", "-")
         fit.add_argument(flag, type=type(default), default=default, help=text)
+    fit.add_argument(
+        "--compute-dtype", choices=["auto", "float32", "bfloat16"], default=FitConfig.compute_dtype
+    )
+    fit.add_argument("--remat", action="store_true", help="less memory, slower steps")
     p.add_argument("--tau-prompts", type=int, default=8, help="held-out prompts for tau by tree")
     return p
 
@@ -89,7 +96,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("count", "max_new_tokens", "rows", "epochs", "batch", "steps", "tau_prompts"):
+    for name in (
+        "count",
+        "max_new_tokens",
+        "rows",
+        "epochs",
+        "batch",
+        "accumulate",
+        "steps",
+        "tau_prompts",
+    ):
         if getattr(options, name) < 1:
             flag = name.replace("_", "-")
             raise InputError(f"--{flag} must be at least 1, got {getattr(options, name)}")

@@ -18,8 +18,8 @@ from eagle_jax.decode.generate import generate
 from eagle_jax.drafters.feature import Head
 from eagle_jax.drafters.load import LoadedDrafter
 from eagle_jax.target.load import Target
+from train.corpus import Corpus
 from train.data import Sample
-from train.fit import Corpus
 from train.loss import Frozen, scoring_rows, unroll
 
 TOLERANCE = 0.03  # between the simulated and the real tau

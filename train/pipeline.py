@@ -24,11 +24,15 @@ from eagle_jax.drafters.load import LoadedDrafter, load_drafter, save_head
 from eagle_jax.errors import InputError
 from eagle_jax.target.load import Target, load_target
 from train.answers import Question, write_answers
+from train.check import check_spans, marked
+from train.corpus import Corpus
+from train.cost import EXPECTED, fit_flops, matrix_flops
 from train.data import Sample, draft_vocabulary, pack, read_answers
 from train.evaluate import TOLERANCE, acceptance, drafts, real_tau, simulated_tau
 from train.features import extract
-from train.fit import Corpus, FitConfig, fit, lend
+from train.fit import fit, lend
 from train.loss import Objective
+from train.plan import FitConfig, Plan
 from train.prompts import write_own_prompts
 from train.start import continued_head, initial_head
 from train.store import Store, join, lay_out, open_shelf
@@ -151,6 +155,22 @@ def _context(target: Target, conversation, turn: int, written) -> list[int] | No
     return target.tokenizer.encode(conversation.turns[0]) if turn == 0 else None
 
 
+def check(run: Run) -> None:
+    """Shows one conversation with its supervised span; refuses spans that are empty or shifted."""
+    options, tokenizer = run.options, run.target.tokenizer
+    path = run.path("answers") / "answers.jsonl"
+    files = [*(options.answers or ()), *([path] if path.is_file() else ())]
+    whole = np.iinfo(np.int32).max
+    samples = read_answers(files, run.target.config.vocab_size, whole, all=True)
+    templated = check_spans(tokenizer, samples)
+    if tokenizer is None:
+        return
+    run.console.print(marked(tokenizer, samples[0]))
+    run.say(f"{templated} of {len(samples)} prompts end as the chat template lets them end")
+    if tokenizer.has_chat_template and templated < len(samples):
+        run.say("WARNING: the others look otherwise than what `generate` will feed the target")
+
+
 def features(run: Run) -> None:
     """Computes the target's features of answers that were given as files."""
     if not run.options.answers:
@@ -210,12 +230,26 @@ def fit_head(run: Run) -> None:
     settings = FitConfig(
         **_fields(FitConfig, options), objective=Objective(**_fields(Objective, options))
     )
+    plan, rate = Plan(settings, *train.packed.source.shape), matrix_flops()
+    flops = fit_flops(head, settings, plan)
     run.say(
-        f"fitting on {len(train)} rows of {options.max_length} tokens, {len(valid)} held out; "
-        f"{len(train) // min(settings.batch, len(train)) * settings.epochs} steps"
+        f"fitting on {len(train)} rows of {options.max_length} tokens, {len(valid)} held out: "
+        f"{plan.steps} steps, {flops / 1e12:.2f} TFLOP, about "
+        f"{flops / (EXPECTED * rate) / 60:.0f} minutes at {EXPECTED:.0%} of the machine's "
+        f"{rate / 1e9:.0f} GFLOP/s"
     )
     lent = lend(target.model, vocab, train)
-    head = fit(head, lent, train, valid, settings, run.path("fit"), lambda row: _show(run, row))
+    with run.bar("fit") as bar:
+        head = fit(
+            head,
+            lent,
+            train,
+            valid,
+            settings,
+            run.path("fit"),
+            lambda row: _show(run, row),
+            lambda done: bar(done, plan.steps),
+        )
     facts = {"target": target.name, "training": _recipe(options, store)}
     save_head(run.path("head"), head, vocab, facts)
     run.say(f"head written to {run.path('head')}")
@@ -320,16 +354,18 @@ def _recipe(options: argparse.Namespace, store: Store) -> dict:
 
 def _show(run: Run, row: dict) -> None:
     figures = [
-        f"{name} {value:.3f}"
+        f"{name.replace('_', ' ')} {value:.3f}"
         for name, value in row.items()
-        if name not in ("step", "steps", "seconds") and not math.isnan(value)
+        if name.startswith(("train_", "valid_")) and not math.isnan(value)
     ]
-    run.say(f"step {row['step']}/{row['steps']} after {row['seconds']:.0f} s: {', '.join(figures)}")
+    done = f"step {row['step']}/{row['steps']}, {row['positions_per_s']:.0f} positions/s"
+    run.say(f"{done}, {row['flops_per_s'] / 1e9:.0f} GFLOP/s: {', '.join(figures)}")
 
 
 STAGES = {
     "prompts": prompts,
     "answers": answers,
+    "check": check,
     "features": features,
     "fit": fit_head,
     "evaluate": evaluate,

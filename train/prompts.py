@@ -9,8 +9,8 @@ from pathlib import Path
 from eagle_jax.errors import InputError
 from eagle_jax.target.load import Target
 from train.answers import Question, answer
+from train.check import around_user
 
-_MARK = "\u2603 the user's words \u2603"
 MAX_TOKENS = 96  # of a prompt that the target writes
 LEAST_WORDS = 3
 
@@ -26,10 +26,7 @@ def user_header(target: Target) -> list[int]:
             "this target has no chat template, so it cannot write prompts for itself; give it some "
             "with --prompts"
         )
-    before, mark, _ = target.tokenizer.render_chat(_MARK).partition(_MARK)
-    if not mark:
-        raise InputError("the chat template changes the user's words; give prompts with --prompts")
-    return target.tokenizer.backend.encode(before, add_special_tokens=False).ids
+    return around_user(target.tokenizer)[0]
 
 
 def own_prompts(target: Target, count: int, first_seed: int = 0) -> Iterator[tuple[int, str]]:

@@ -1,0 +1,47 @@
+"""Packed rows with what the target computed over them, batch by batch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from train.data import Packed
+from train.loss import Batch
+from train.store import Store
+
+
+class Corpus:
+    """Packed rows with their tokens and the target's features and taps; gives batches."""
+
+    def __init__(self, packed: Packed, store: Store, hidden: int):
+        """Takes samples of a store, packed, for a target of `hidden` size."""
+        self.packed, self.hidden = packed, hidden
+        self.tokens, self.features = store.tokens, store.features
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def tap_scale(self, positions: int = 4096) -> np.ndarray:
+        """`[len(taps) * hidden]` factors that bring every tap to the size of the last one.
+
+        Sizes are medians over positions, since attention sinks are a hundred times larger.
+        """
+        rows = np.arange(min(positions, len(self.tokens)))
+        taps = self.features[rows][:, self.hidden :]
+        count = taps.shape[1] // self.hidden
+        taps = taps.astype(np.float32).reshape(len(taps), count, self.hidden)
+        size = np.median(np.sqrt((taps**2).mean(axis=2)), axis=0)
+        return np.repeat(size[-1:] / np.maximum(size, 1e-6), self.hidden).astype(np.float32)
+
+    def batch(self, rows: np.ndarray) -> Batch:
+        source = self.packed.source[rows]
+        real = source >= 0
+        at, hidden = np.maximum(source, 0), self.hidden
+        signals = np.where(real[..., None], self.features[at], 0).astype(np.float32)
+        return Batch(
+            tokens=np.where(real, self.tokens[at], 0).astype(np.int32),
+            features=signals[..., :hidden],
+            taps=signals[..., hidden:],
+            document=self.packed.document[rows],
+            position=self.packed.position[rows],
+            weight=self.packed.weight[rows],
+        )
