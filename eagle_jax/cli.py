@@ -82,6 +82,9 @@ def _common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--nodes", type=int, help="tree nodes a pass, root included")
     command.add_argument("--depth", type=int, help="tree levels below the root")
     command.add_argument("--tree-top-k", type=int, help="children a node may have")
+    command.add_argument(
+        "--gate", type=float, help="probability of the best draft up to which none is checked"
+    )
 
 
 def _compilation_cache() -> None:
@@ -101,10 +104,10 @@ def tree_from(arguments: argparse.Namespace):
     from eagle_jax.config import TreeShape
 
     nodes, depth, top_k = arguments.nodes, arguments.depth, arguments.tree_top_k
-    if nodes is None and depth is None and top_k is None:
+    if nodes is None and depth is None and top_k is None and arguments.gate is None:
         return None
     if nodes is None:
-        raise InputError("--depth and --tree-top-k need --nodes")
+        raise InputError("--depth, --tree-top-k and --gate need --nodes")
     if depth is None:
         depth = min(nodes - 1, 4 if nodes <= 8 else 6)
     if top_k is None:
@@ -113,7 +116,7 @@ def tree_from(arguments: argparse.Namespace):
         while depth and top_k + (depth - 1) * top_k**2 < nodes - 1:
             top_k += 1
         top_k = min(max(top_k, 2 if nodes > depth + 1 else 1), max(nodes - 1, 1))
-    return TreeShape(nodes, depth, top_k)
+    return TreeShape(nodes, depth, top_k, arguments.gate or 0.0)
 
 
 def _load(arguments: argparse.Namespace):
@@ -180,6 +183,7 @@ def _figures(stats) -> dict:
     return {
         "tau": stats.tau,
         "target_passes": stats.passes,
+        "speculated_passes": stats.speculated,
         "tokens_per_s": stats.tokens_per_s,
         "acceptance_by_depth": stats.acceptance_by_depth,
         "tree": dataclasses.asdict(stats.shape),
@@ -191,7 +195,7 @@ def _summary(report: dict) -> None:
     print(
         f"[{len(report['tokens'])} tokens, tau {report['tau']:.2f}, {report['target_passes']} "
         f"target passes, {report['tokens_per_s']:.1f} tokens/s; tree of {tree['nodes']} nodes, "
-        f"depth {tree['depth']}]",
+        f"depth {tree['depth']}, in {report['speculated_passes']} passes]",
         file=sys.stderr,
     )
     if plain := report.get("plain"):

@@ -109,13 +109,19 @@ class TreeShape:
       nodes: tokens that the target checks in one pass, the root included; 1 is plain decoding.
       depth: levels below the root, the longest run of drafts that one pass can accept.
       top_k: children that a node may have, and nodes that each level expands; 1 is a chain.
+      gate: from 0 to 1. A cycle in which the drafter gives its best first draft no more than this
+        probability decodes plainly instead, since a wide pass costs more than a narrow one. 0
+        always drafts, 1 never.
     """
 
     nodes: int
     depth: int
     top_k: int = 1
+    gate: float = 0.0
 
     def __post_init__(self):
+        if not 0 <= self.gate <= 1:
+            raise InputError(f"the gate must lie between 0 and 1, got {self.gate}")
         if self.nodes < 1 or self.depth < 0 or self.top_k < 1:
             raise InputError(
                 "a tree needs nodes >= 1, depth >= 0 and top_k >= 1, "

@@ -128,6 +128,11 @@ def _one_up(kept: jax.Array) -> jax.Array:
     return jnp.arange(1, len(kept) + 1, dtype=jnp.int32)
 
 
+def root_only(root: jax.Array) -> DraftTree:
+    """The tree of one node, `root` `[B]`: plain decoding."""
+    return link(root[:, None], jnp.zeros((len(root), 1), jnp.int32), 0)
+
+
 def link(tokens: jax.Array, parents: jax.Array, max_depth: int) -> DraftTree:
     """A `DraftTree` from tokens and parents `[B, N]`, with depths and ancestors worked out.
 

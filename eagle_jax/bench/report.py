@@ -24,6 +24,7 @@ def summarise(rows: Sequence[dict]) -> dict[str, Any]:
 
 def _total(rows: Sequence[dict]) -> dict[str, Any]:
     passes = sum(row["passes"] for row in rows)
+    speculated = sum(row["speculated"] for row in rows)
     ratios = [ratio for row in rows for ratio in row["ratios"]]
     plain = sum(row["seconds"]["plain"] for row in rows)
     spec = sum(row["seconds"]["speculative"] for row in rows)
@@ -31,7 +32,8 @@ def _total(rows: Sequence[dict]) -> dict[str, Any]:
     accepted = np.sum([row["accepted"] for row in rows], axis=0)
     return {
         "tau": written / max(1, passes),
-        "acceptance_by_depth": (accepted / max(1, passes)).tolist(),
+        "speculated": speculated / max(1, passes),
+        "acceptance_by_depth": (accepted / max(1, speculated)).tolist(),
         "plain_tokens_per_s": written / plain if plain else 0.0,
         "speculative_tokens_per_s": written / spec if spec else 0.0,
         "speedup": statistics.median(ratios),
@@ -52,10 +54,17 @@ def show(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title=f"{report['target']}, drafter {report['drafter']}, tree {report['tree']}")
-    for column in ("category", "tau", "plain tokens/s", "speculative tokens/s", "speedup"):
+    for column in (
+        "category",
+        "tau",
+        "drafted",
+        "plain tokens/s",
+        "speculative tokens/s",
+        "speedup",
+    ):
         table.add_column(column, justify="left" if column == "category" else "right")
     for name, part in [*report["categories"].items(), ("all", report)]:
-        figures = ("tau", "plain_tokens_per_s", "speculative_tokens_per_s", "speedup")
+        figures = ("tau", "speculated", "plain_tokens_per_s", "speculative_tokens_per_s", "speedup")
         table.add_row(name, *(f"{part[figure]:.2f}" for figure in figures))
     console = Console()
     console.print(table)

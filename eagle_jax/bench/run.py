@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import statistics
@@ -75,7 +76,7 @@ def bench(
             target.engines.pop((used, tree), None)
         print(f"{number + 1}/{len(prompts)} {_line(rows[-1])}", file=sys.stderr, flush=True)
     report = summarise(rows)
-    report["tree"] = {"nodes": tree.nodes, "depth": tree.depth, "top_k": tree.top_k}
+    report["tree"] = dataclasses.asdict(tree)
     report["drafter"] = "replay" if replay else (drafter.name if drafter else "none")
     report["target"] = target.name
     report["settings"] = {"max_new_tokens": max_new_tokens, "runs": runs, "seed": seed}
@@ -116,7 +117,8 @@ def _row(target, prompt, ids, plain: Generation, spec: Generation, times, sampli
         "tokens": len(spec.tokens[0]),
         "passes": spec.stats.passes,
         "tau": spec.stats.tau,
-        "accepted": [round(a * spec.stats.passes) for a in spec.stats.acceptance_by_depth],
+        "speculated": spec.stats.speculated,
+        "accepted": [round(a * spec.stats.speculated) for a in spec.stats.acceptance_by_depth],
         "seconds": seconds,
         "plain_tokens_per_s": (len(plain.tokens[0]) - 1) / seconds["plain"],
         "speculative_tokens_per_s": (len(spec.tokens[0]) - 1) / seconds["speculative"],

@@ -54,13 +54,13 @@ class Engine:
         graph, state = nnx.split((model, drafter))
         self._weights, structure = jax.tree.flatten(state)
 
-        def program(name, body):
+        def program(name, body, donate=1):
             def traced(weights, state, *arguments):
                 self.compilations[name] += 1
                 networks = nnx.merge(graph, jax.tree.unflatten(structure, weights))
                 return body(*networks, state, *arguments)
 
-            return jax.jit(traced, donate_argnums=1)
+            return jax.jit(traced, donate_argnums=donate)
 
         def step(model, drafter, state):
             return cycle(model, drafter, state, shape)
@@ -69,6 +69,11 @@ class Engine:
             body = functools.partial(step, model, drafter)
             return jax.lax.while_loop(lambda state: state.done.sum() < enough, body, state)
 
+        def promise(model, drafter, state):
+            draw = state.sampler.draw(state.length + 1, 1, model.config.vocab_size)
+            return drafter.promise(state.drafter, draw)
+
+        self._promise = program("promise", promise, donate=())
         self._prefill = program("prefill", prefill)
         self._cycle = program("cycle", step)
         self._run = program("run", run)
@@ -136,6 +141,10 @@ class Engine:
         """
         return self._insert(state, np.asarray(rows, np.int32), other)
 
+    def promise(self, state: DecodeState) -> jax.Array:
+        """`[B]` float32: what the drafter promises of its next first draft; see `Drafter`."""
+        return self._promise(self._weights, state)
+
     def compiled_cycle(self, state: DecodeState) -> Any:
         """The compiled cycle for a state's shapes, for its memory analysis."""
         return self._cycle.lower(self._weights, state).compile()
@@ -152,6 +161,7 @@ class Engine:
             done=jnp.zeros(batch, bool),
             stops=jnp.asarray(ends),
             passes=jnp.zeros(batch, jnp.int32),
+            speculated=jnp.zeros(batch, jnp.int32),
             accepted=jnp.zeros((batch, self.shape.depth), jnp.int32),
             sampler=Sampler(
                 key=jnp.stack(keys),

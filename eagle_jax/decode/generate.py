@@ -32,7 +32,8 @@ class Stats:
       tokens: tokens written, the first one (drawn by prefill) included.
       passes: target passes over a draft tree, summed over rows.
       tau: tokens committed per target pass, the bonus token included, prefill's excluded.
-      acceptance_by_depth: share of passes that accepted more than d drafts, d = 0, 1, ...
+      speculated: those of them that verified drafts.
+      acceptance_by_depth: share of these that accepted more than d drafts, d = 0, 1, ...
       prefill_seconds: wall time of prefill, with its compilation when there was one.
       seconds: wall time of the cycles, with their compilation when there was one.
       tokens_per_s: (tokens - rows) / seconds.
@@ -43,6 +44,7 @@ class Stats:
 
     tokens: int
     passes: int
+    speculated: int
     tau: float
     acceptance_by_depth: tuple[float, ...]
     prefill_seconds: float
@@ -211,15 +213,16 @@ class _Run:
         ]
 
     def stats(self, state: DecodeState, tokens, prefill_seconds: float, seconds: float) -> Stats:
-        passes = np.asarray(state.passes)
+        passes, speculated = np.asarray(state.passes), int(np.asarray(state.speculated).sum())
         total, rows = sum(map(len, tokens)), len(tokens)
         drafted = np.asarray(state.drafted)
         return Stats(
             tokens=total,
             passes=int(passes.sum()),
+            speculated=speculated,
             tau=(total - rows) / max(1, int(passes.sum())),
             acceptance_by_depth=tuple(
-                (np.asarray(state.accepted).sum(axis=0) / max(1, passes.sum())).tolist()
+                (np.asarray(state.accepted).sum(axis=0) / max(1, speculated)).tolist()
             ),
             prefill_seconds=prefill_seconds,
             seconds=seconds,

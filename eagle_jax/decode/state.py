@@ -24,6 +24,7 @@ class DecodeState:
       done: `[B]` bool.
       stops: `[B, M]` int32 token ids that end a row's answer, padded with -1.
       passes: `[B]` int32 target passes that the row took part in, prefill excluded.
+      speculated: `[B]` int32 those of them that verified drafts.
       accepted: `[B, D]` int32; entry d counts passes that accepted more than d drafts.
       sampler: the rows' sampling settings.
       caches: one a layer of the target, W slots each.
@@ -37,6 +38,7 @@ class DecodeState:
     done: jax.Array
     stops: jax.Array
     passes: jax.Array
+    speculated: jax.Array
     accepted: jax.Array
     sampler: Sampler
     caches: tuple[LayerCache, ...]

@@ -47,29 +47,61 @@ def best_tree(target: Target, drafter: LoadedDrafter, batch: int = 1) -> TreeSha
 
 
 def predict(target: Target, drafter: LoadedDrafter, batch: int) -> list[dict[str, Any]]:
-    """The most promising trees of the head's table, each with its speedup over plain decoding.
+    """The most promising trees of the head's table, each with its best gate and its speedup over
+    plain decoding.
 
     Parts of a cycle, timed apart, choose the finalists; whole cycles decide between those.
     """
     table = drafter.tau or tau_by_tree(target, drafter, _probes(target), FEW)
     nodes = sorted({1, *(row["nodes"] for row in table)})
     passes = {count: target_pass_ms(target, count, batch) for count in nodes}
+    closed = passes[1] + draft_ms(target, drafter, TreeShape(2, 1, 1), batch)
     rows = []
     for row in table:
         shape = TreeShape(row["nodes"], row["depth"], row["top_k"])
         cost = passes[shape.nodes] + draft_ms(target, drafter, shape, batch)
-        rows.append((row["tau"] * passes[1] / cost, shape, row))
-    rows.sort(key=lambda row: -row[0])
-    finalists = [(shape, row) for guess, shape, row in rows[:FINALISTS] if guess > WORTH_TIMING]
+        rows.append({**row, **best_gate(row, batch, passes[1], cost, closed)})
+    rows.sort(key=lambda row: -row["speedup"])
+    finalists = [row for row in rows[:FINALISTS] if row["speedup"] > WORTH_TIMING]
     if not finalists:
-        return [{**rows[0][2], "speedup": rows[0][0]}]
+        return rows[:1]
     prompts = [[1] * 64] * batch
-    plain = cycle_ms(Engine(target.model, NoDrafter(), PLAIN), prompts)
+
+    def time(drafter, *shape) -> float:
+        return cycle_ms(Engine(target.model, drafter, TreeShape(*shape)), prompts)
+
+    plain = time(NoDrafter(), 1, 0)
     found = []
-    for shape, row in finalists:
-        cycle = cycle_ms(Engine(target.model, drafter.module, shape), prompts)
-        found.append({**row, "cycle_ms": cycle, "speedup": row["tau"] * plain / cycle})
+    for row in finalists:
+        shape = row["nodes"], row["depth"], row["top_k"]
+        cycle = time(drafter.module, *shape)
+        closed = time(drafter.module, *shape, 1.0)
+        costs = {"plain_ms": plain, "cycle_ms": cycle, "closed_ms": closed}
+        found.append({**row, **costs, **best_gate(row, batch, plain, cycle, closed)})
     return found
+
+
+def best_gate(
+    row: Mapping[str, Any], batch: int, plain: float, cycle: float, closed: float
+) -> dict[str, float]:
+    """The `gate` of a tree that makes decoding fastest, and its `speedup` over plain decoding.
+
+    Args:
+      row: of the head's table. Without `by_promise` there is no gate; nor is there one in a batch,
+        where rows that promise much and little share a pass.
+      plain: ms of a cycle of plain decoding.
+      cycle: ms of a cycle over the tree.
+      closed: ms of a cycle in which the gate stays closed.
+    """
+    best = {"gate": 0.0, "speedup": row["tau"] * plain / cycle}
+    bins = row.get("by_promise", ()) if batch == 1 else ()
+    for first in range(1, len(bins)):
+        drafted = sum(share for share, _ in bins[first:])
+        tokens = (1 - drafted) + sum(share * tau for share, tau in bins[first:])
+        cost = (1 - drafted) * closed + drafted * cycle
+        if (speedup := tokens * plain / cost) > best["speedup"]:
+            best = {"gate": round(first / len(bins), 3), "speedup": speedup}
+    return best
 
 
 def _probes(target: Target) -> list[list[int]]:
@@ -85,7 +117,7 @@ def fastest(rows: Sequence[Mapping[str, Any]]) -> TreeShape:
     best = max(rows, key=lambda row: row["speedup"])
     if best["speedup"] < GAIN:
         return PLAIN
-    return TreeShape(best["nodes"], best["depth"], best["top_k"])
+    return TreeShape(best["nodes"], best["depth"], best["top_k"], best["gate"])
 
 
 def _key(target: Target, drafter: LoadedDrafter, batch: int) -> str:

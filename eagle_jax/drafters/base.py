@@ -44,3 +44,7 @@ class Drafter(Protocol):
         self, state: Any, root: jax.Array, length: jax.Array, draw: Draw, shape: TreeShape
     ) -> DraftTree:
         """Proposes a tree of `shape.nodes` nodes with `root` as node 0."""
+
+    def promise(self, state: Any, draw: Draw) -> jax.Array:
+        """The probability `[B]` float32 that the drafter gives its best first draft: what it would
+        promise to gain, before any work of proposing is done."""

@@ -67,12 +67,13 @@ class FeatureState:
 
     Attributes:
       cache: keys and values of one row a committed token; row t holds (f_t, x_{t+1}).
-      feature: `[B, hidden]` the feature predicted after the last row; it drafts the root's
-        children.
+      feature: `[B, hidden]` the feature predicted after the last row.
+      logits: `[B, draft_vocab]` float32 the scores of the root's children, made of that feature.
     """
 
     cache: LayerCache
     feature: jax.Array
+    logits: jax.Array
 
 
 class FeatureDrafter(nnx.Module):
@@ -110,6 +111,7 @@ class FeatureDrafter(nnx.Module):
         return FeatureState(
             cache=empty_layer(batch, config.num_kv_heads, config.head_dim, length, dtype),
             feature=jnp.zeros((batch, config.hidden_size), dtype),
+            logits=jnp.zeros((batch, config.draft_vocab_size), jnp.float32),
         )
 
     def observe(
@@ -140,16 +142,22 @@ class FeatureDrafter(nnx.Module):
             state.cache,
         )
         last = jnp.take_along_axis(predicted, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+        some = count[:, None] > 0
         return FeatureState(
-            cache=commit_rows(state.cache, fresh, jnp.broadcast_to(rows, tokens.shape), length),
-            feature=jnp.where(count[:, None] > 0, last[:, 0], state.feature),
+            cache=commit_rows(state.cache, fresh, length),
+            feature=jnp.where(some, last[:, 0], state.feature),
+            logits=jnp.where(some, self._logits(last)[:, 0], state.logits),
         )
+
+    def promise(self, state: FeatureState, draw: Draw) -> jax.Array:
+        """The probability `[B]` of the best of the root's children, noise included."""
+        return jnp.exp(self._expand(state.logits[:, None], draw, 0).log_probs.max(axis=(1, 2)))
 
     def propose(
         self, state: FeatureState, root: jax.Array, length: jax.Array, draw: Draw, shape: TreeShape
     ) -> DraftTree:
         """Grows a draft tree under `root` `[B]`; `length` `[B]` counts the committed tokens."""
-        first = self._scores(state.feature[:, None], draw, 0)
+        first = self._expand(state.logits[:, None], draw, 0)
 
         def deepen(level, frontier, earlier):
             features, keys = (state.feature[:, None], None) if earlier is None else earlier
@@ -163,13 +171,16 @@ class FeatureDrafter(nnx.Module):
                 state.cache,
                 keys,
             )
-            return self._scores(predicted, draw, level), (predicted, keys)
+            return self._expand(self._logits(predicted), draw, level), (predicted, keys)
 
         return grow(root, first, deepen, shape)
 
-    def _scores(self, features: jax.Array, draw: Draw, depth: int) -> Expansion:
+    def _logits(self, features: jax.Array) -> jax.Array:
+        """`[B, N, draft_vocab]` float32 scores of the tokens after features `[B, N, hidden]`."""
         rows = self.head.lm_head if self.head_rows is None else self.head_rows
-        logits = matmul(self.head.readout(features), rows[...]).astype(jnp.float32)
+        return matmul(self.head.readout(features), rows[...]).astype(jnp.float32)
+
+    def _expand(self, logits: jax.Array, draw: Draw, depth: int) -> Expansion:
         ids = None if self.draft_ids is None else self.draft_ids[...]
         return Expansion(jax.nn.log_softmax(draw.perturb(logits, depth, ids)), ids)
 

@@ -34,8 +34,8 @@ class LoadedDrafter:
     Attributes:
       name: what it was loaded from.
       module: the drafter.
-      tau: measured tau by tree, as dictionaries with `nodes`, `depth`, `top_k` and `tau`; from
-        which the fastest tree for a machine is worked out. Empty when nobody measured.
+      tau: measured tau by tree, rows as `tau_by_tree` gives them, from which the fastest tree for
+        a machine is worked out. Empty when nobody measured.
     """
 
     name: str

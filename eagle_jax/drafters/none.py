@@ -8,7 +8,7 @@ from flax import nnx
 
 from eagle_jax.config import TreeShape
 from eagle_jax.sampling import Draw
-from eagle_jax.tree import DraftTree, link
+from eagle_jax.tree import DraftTree, root_only
 
 
 class NoDrafter(nnx.Module):
@@ -26,4 +26,7 @@ class NoDrafter(nnx.Module):
     def propose(
         self, state: tuple, root: jax.Array, length: jax.Array, draw: Draw, shape: TreeShape
     ) -> DraftTree:
-        return link(root[:, None], jnp.zeros((len(root), 1), jnp.int32), 0)
+        return root_only(root)
+
+    def promise(self, state: tuple, draw: Draw) -> jax.Array:
+        return jnp.zeros(len(draw.sampler.key))

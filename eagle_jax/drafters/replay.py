@@ -35,6 +35,9 @@ class ReplayDrafter(nnx.Module):
     def observe(self, state, tokens, features, length, count) -> tuple:
         return state
 
+    def promise(self, state: tuple, draw: Draw) -> jax.Array:
+        return jnp.ones(len(draw.sampler.key))
+
     def propose(
         self, state: tuple, root: jax.Array, length: jax.Array, draw: Draw, shape: TreeShape
     ) -> DraftTree:

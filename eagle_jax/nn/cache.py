@@ -1,4 +1,4 @@
-"""Caches of committed keys and values, written by gathering the rows to keep."""
+"""Caches of committed keys and values, and the rows of a pass that are committed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,16 @@ def empty_cache(config: ModelConfig, batch: int, slots: int, dtype) -> tuple[Lay
     )
 
 
-def commit_rows(
-    cache: LayerCache, fresh: LayerCache, path: jax.Array, length: jax.Array
-) -> LayerCache:
-    """Writes the fresh rows `path` at slots length, length + 1, ... of each batch row.
+def select_rows(fresh: LayerCache, path: jax.Array) -> LayerCache:
+    """The rows `path` `[B, T]` int32 of a pass, in that order."""
+    return LayerCache(
+        keys=jnp.take_along_axis(fresh.keys, path[:, None, None, :], axis=3),
+        values=jnp.take_along_axis(fresh.values, path[:, None, :, None], axis=2),
+    )
+
+
+def commit_rows(cache: LayerCache, rows: LayerCache, length: jax.Array) -> LayerCache:
+    """Writes rows at slots length, length + 1, ... of each batch row.
 
     The window has a static width; what lies beyond the rows that count stays invisible (attention
     sees slots below the length only) and is overwritten by the next commit. The caller provides
@@ -36,17 +42,14 @@ def commit_rows(
 
     Args:
       cache: `S` slots.
-      fresh: `M` rows of a forward pass.
-      path: `[B, T]` int32 fresh rows to write, in order.
+      rows: `T` rows.
       length: `[B]` slots already in use, at most S - T.
     """
-    keys = jnp.take_along_axis(fresh.keys, path[:, None, None, :], axis=3)
-    values = jnp.take_along_axis(fresh.values, path[:, None, :, None], axis=2)
     if len(length) == 1:  # a plain slice update is quicker than the scatter that vmap makes of it
         at = length[0]
         return LayerCache(
-            keys=jax.lax.dynamic_update_slice(cache.keys, keys, (0, 0, 0, at)),
-            values=jax.lax.dynamic_update_slice(cache.values, values, (0, 0, at, 0)),
+            keys=jax.lax.dynamic_update_slice(cache.keys, rows.keys, (0, 0, 0, at)),
+            values=jax.lax.dynamic_update_slice(cache.values, rows.values, (0, 0, at, 0)),
         )
 
     def write_keys(into, rows, at):
@@ -56,6 +59,6 @@ def commit_rows(
         return jax.lax.dynamic_update_slice(into, rows, (0, at, 0))
 
     return LayerCache(
-        keys=jax.vmap(write_keys)(cache.keys, keys, length),
-        values=jax.vmap(write_values)(cache.values, values, length),
+        keys=jax.vmap(write_keys)(cache.keys, rows.keys, length),
+        values=jax.vmap(write_values)(cache.values, rows.values, length),
     )
