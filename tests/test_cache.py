@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eagle_jax.nn.attention import LayerCache, Visible
-from eagle_jax.nn.cache import commit_rows, empty_cache
+from eagle_jax.nn.cache import commit_rows, empty_cache, select_rows
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -21,7 +21,11 @@ def test_commit_against_numpy(batch):
     new_values = rng.normal(size=(batch, kv, fresh_rows, size)).astype(np.float32)
     path = rng.integers(0, fresh_rows, (batch, count))
     length = rng.integers(0, slots - count, batch)
-    out = jax.jit(commit_rows, donate_argnums=0)(
+
+    def commit(cache, fresh, path, length):
+        return commit_rows(cache, select_rows(fresh, path), length)
+
+    out = jax.jit(commit, donate_argnums=0)(
         LayerCache(jnp.asarray(keys), jnp.asarray(values)),
         LayerCache(jnp.asarray(new_keys), jnp.asarray(new_values)),
         jnp.asarray(path),
@@ -56,7 +60,7 @@ def test_a_committed_path_equals_a_fresh_prefill(target):
         start = empty_cache(target.config, 2, 16, jnp.float32)
         zero = jnp.zeros(2, jnp.int32)
         features, _, fresh = model(jnp.asarray(tokens), at, Visible(zero, causal(rows)), start)
-        caches = [commit_rows(c, f, at, zero) for c, f in zip(start, fresh, strict=True)]
+        caches = [commit_rows(c, f, zero) for c, f in zip(start, fresh, strict=True)]
         return features, caches
 
     _, caches = prefill(prompt)
@@ -68,7 +72,8 @@ def test_a_committed_path_equals_a_fresh_prefill(target):
         caches,
     )
     where = jnp.broadcast_to(jnp.asarray(path), (2, 4))
-    caches = [commit_rows(c, f, where, length) for c, f in zip(caches, fresh, strict=True)]
+    taken = [select_rows(layer, where) for layer in fresh]
+    caches = [commit_rows(c, rows, length) for c, rows in zip(caches, taken, strict=True)]
     expected, whole = prefill(np.concatenate([prompt, tree[:, path]], axis=1))
     np.testing.assert_allclose(features[:, np.array(path)], expected[:, 5:], atol=2e-5)
     for got, want in zip(caches, whole, strict=True):

@@ -75,7 +75,7 @@ def test_json_holds_the_same_run(capsys, folders):
     assert report["identical"] is True
     assert len(report["tokens"]) == len(report["drafted"]) <= 12
     assert report["tau"] >= 1.0
-    assert report["tree"] == {"nodes": 4, "depth": 3, "top_k": 1}
+    assert report["tree"] == {"nodes": 4, "depth": 3, "top_k": 1, "gate": 0.0}
     other = json.loads(run(capsys, "generate", "hello", *options, *sampled[:-1], 4)[1])
     assert other["tokens"] != report["tokens"]
 
@@ -114,6 +114,8 @@ BAD = [
     (["generate", "hi", "--max-new-tokens", "400"], "context of 256"),
     (["generate", "hi", "--nodes", "3", "--depth", "7"], "levels deep"),
     (["generate", "hi", "--depth", "2"], "--nodes"),
+    (["generate", "hi", "--gate", "0.3"], "--nodes"),
+    (["generate", "hi", "--nodes", "4", "--gate", "1.5"], "between 0 and 1"),
     (["generate", " "], "empty"),
     (["generate", "hi", "--drafter", "nowhere"], "no drafter"),
     (["generate", "hi", "--target", "no-such-model"], "no-such-model"),

@@ -16,6 +16,7 @@ from eagle_jax.tiny import TINY, tiny_drafter, tiny_target
 CHAIN = TreeShape(4, 3, 1)
 WIDE = TreeShape(8, 2, 4)
 DEEP = TreeShape(12, 5, 3)
+GATED = TreeShape(4, 3, 1, gate=0.5)
 SETTINGS = [Sampling(), Sampling(0.7), Sampling(1.0, top_k=12), Sampling(1.0, top_p=0.8)]
 
 
@@ -30,6 +31,31 @@ def test_trees_and_batch_do_not_change_tokens(target, drafter, sampling):
     for row, prompt in enumerate(PROMPTS):
         alone = generate(target, drafter, prompt, seed=5 + row, tree=CHAIN, **options)
         assert alone.tokens == [expected[row]]
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[1:2]], ids=["batch", "alone"])
+def test_a_gate_changes_the_passes_but_not_the_tokens(target, drafter, sampling, prompts):
+    """Cycles with a tree and plain ones alternate as the drafter's promise says."""
+    options = {"max_new_tokens": 24, "sampling": sampling, "seed": 5}
+    expected = generate(target, None, prompts, **options)
+    open_gate = engine(target, drafter, WIDE)
+    state = open_gate.start(prompts, 24, sampling, [5] * len(prompts), ())
+    promises = []
+    while not np.asarray(state.done).all():
+        promise = np.asarray(open_gate.promise(state))[~np.asarray(state.done)]
+        assert ((promise > 0) & (promise <= 1)).all()
+        promises.append(promise.mean())
+        state = open_gate.step(state)
+    between = float(np.median(promises))
+    shares = []
+    for gate in (0.0, between, 1.0):
+        tree = dataclasses.replace(WIDE, gate=gate)
+        run = generate(target, drafter, prompts, tree=tree, **options)
+        assert run.tokens == expected.tokens, gate
+        shares.append(run.stats.speculated / run.stats.passes)
+    assert shares[0] == 1 and 0.1 < shares[1] < 0.9 and shares[2] == 0
+    assert run.stats.passes == expected.stats.passes  # the last one never drafted
 
 
 def test_seed_changes_samples_and_repeats(target):
@@ -152,7 +178,7 @@ def test_compiles_once_a_bucket(target, drafter):
     assert counts == {"prefill": 1, "run": 1}
 
 
-@pytest.mark.parametrize("tree", [PLAIN, CHAIN], ids=["plain", "chain"])
+@pytest.mark.parametrize("tree", [PLAIN, CHAIN, GATED], ids=["plain", "chain", "gated"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_caches_stay_in_place(tree, batch):
     """A cycle's temporaries are smaller than the caches, which it updates where they lie."""

@@ -55,7 +55,7 @@ def test_cached_decoding_and_trees_equal_prefill(name):
     causal = jnp.broadcast_to(jnp.tri(12, dtype=bool), (2, 12, 12))
     start, zero = empty_cache(config, 2, 24, jnp.float32), jnp.zeros(2, jnp.int32)
     _, _, fresh = model(jnp.asarray(ids[:, :12]), at, Visible(zero, causal), start)
-    caches = [commit_rows(c, f, at, zero) for c, f in zip(start, fresh, strict=True)]
+    caches = [commit_rows(c, f, zero) for c, f in zip(start, fresh, strict=True)]
     # A fork: nodes 1 and 2 are children of the root, 3 is a child of 2.
     tree = np.array([[5, 6, 7, 8], [9, 10, 11, 12]])
     paths = {1: [0, 1], 2: [0, 2], 3: [0, 2, 3]}

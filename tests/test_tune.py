@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from eagle_jax import PLAIN, TreeShape, generate
 from eagle_jax.decode import tune
 from eagle_jax.decode.acceptance import FEW, tau_by_tree
-from eagle_jax.decode.tune import best_tree, fastest
+from eagle_jax.decode.tune import best_gate, best_tree, fastest
 from eagle_jax.tiny import tiny_drafter, tiny_target
 
 TABLE = [
@@ -33,6 +34,8 @@ def measured(monkeypatch, tmp_path):
     def cycle_ms(engine, prompts):
         shape = engine.shape
         drafts = costs["draft"] if shape.nodes > 1 else 0.0
+        if shape.gate == 1:
+            return costs["pass"][1] + drafts
         return costs["cycle"].get(shape.nodes, costs["pass"][shape.nodes] + drafts)
 
     monkeypatch.setattr(tune, "draft_ms", lambda target, drafter, shape, batch: costs["draft"])
@@ -92,8 +95,27 @@ def test_a_damaged_cache_is_measured_anew(measured, tmp_path):
 
 def test_fastest_needs_a_real_gain():
     row = {"nodes": 4, "depth": 3, "top_k": 1, "tau": 1.5}
-    assert fastest([{**row, "speedup": 1.01}]) == PLAIN
-    assert fastest([{**row, "speedup": 1.2}]) == TreeShape(4, 3, 1)
+    assert fastest([{**row, "gate": 0.3, "speedup": 1.01}]) == PLAIN
+    assert fastest([{**row, "gate": 0.3, "speedup": 1.2}]) == TreeShape(4, 3, 1, gate=0.3)
+
+
+def test_the_gate_shuts_out_what_does_not_pay():
+    """Half of the passes gain nothing from drafts, the other half triples."""
+    row = {"tau": 2.0, "by_promise": [(0.5, 1.0), (0.0, 0.0), (0.5, 3.0), (0.0, 0.0)]}
+    found = best_gate(row, 1, plain=10.0, cycle=20.0, closed=11.0)
+    # Always drafting: 2 tokens in 20 ms. With the gate: 4 tokens in 20 + 11 ms.
+    assert found == {"gate": 0.25, "speedup": pytest.approx(4 / 3.1)}
+    assert best_gate(row, 8, 10.0, 20.0, 11.0) == {"gate": 0.0, "speedup": 1.0}
+    assert best_gate({"tau": 2.0}, 1, 10.0, 20.0, 11.0) == {"gate": 0.0, "speedup": 1.0}
+    # Where drafting is nearly free, nothing is shut out.
+    assert best_gate(row, 1, 10.0, 10.5, 10.4)["gate"] == 0.0
+
+
+def test_a_gate_reaches_the_tree(measured):
+    table = [{**TABLE[0], "by_promise": [(0.5, 1.0), (0.5, 3.0)]}]
+    measured["pass"][4] = 19.0
+    tree = best_tree(tiny_target(), drafter_for(tiny_target(), table))
+    assert tree == TreeShape(4, 3, 1, gate=0.5)
 
 
 def test_a_head_without_a_table_is_measured_once(measured, monkeypatch):
@@ -117,3 +139,6 @@ def test_tau_by_tree_counts_as_generate_does(target, drafter):
         tree = TreeShape(row["nodes"], row["depth"], row["top_k"])
         run = generate(target, drafter, prompts, max_new_tokens=20, tree=tree)
         assert row["tau"] == pytest.approx(run.stats.tau, abs=1e-3)
+        shares, taus = np.array(row["by_promise"]).T
+        assert shares.sum() == pytest.approx(1, abs=2e-3)
+        assert shares @ taus == pytest.approx(row["tau"], abs=5e-3)
