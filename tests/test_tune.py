@@ -108,7 +108,8 @@ def test_the_gate_shuts_out_what_does_not_pay():
     assert best_gate(row, 8, 10.0, 20.0, 11.0) == {"gate": 0.0, "speedup": 1.0}
     assert best_gate({"tau": 2.0}, 1, 10.0, 20.0, 11.0) == {"gate": 0.0, "speedup": 1.0}
     # Where drafting is nearly free, nothing is shut out.
-    assert best_gate(row, 1, 10.0, 10.5, 10.4)["gate"] == 0.0
+    both = {"tau": 2.25, "by_promise": [(0.5, 1.5), (0.5, 3.0)]}
+    assert best_gate(both, 1, 10.0, 10.5, 10.4)["gate"] == 0.0
 
 
 def test_a_gate_reaches_the_tree(measured):

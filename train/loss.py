@@ -42,7 +42,7 @@ class Objective:
     step_decay: float = 0.8
     feature_weight: float = 0.3
     token_weight: float = 1.0
-    noise: float = 0.2
+    noise: float = 0.1
     remat: bool = False
 
 
