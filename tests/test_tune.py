@@ -34,8 +34,6 @@ def measured(monkeypatch, tmp_path):
     def cycle_ms(engine, prompts):
         shape = engine.shape
         drafts = costs["draft"] if shape.nodes > 1 else 0.0
-        if shape.gate == 1:
-            return costs["pass"][1] + drafts
         return costs["cycle"].get(shape.nodes, costs["pass"][shape.nodes] + drafts)
 
     monkeypatch.setattr(tune, "draft_ms", lambda target, drafter, shape, batch: costs["draft"])

@@ -55,29 +55,25 @@ def predict(target: Target, drafter: LoadedDrafter, batch: int) -> list[dict[str
     table = drafter.tau or tau_by_tree(target, drafter, _probes(target), FEW)
     nodes = sorted({1, *(row["nodes"] for row in table)})
     passes = {count: target_pass_ms(target, count, batch) for count in nodes}
-    closed = passes[1] + draft_ms(target, drafter, TreeShape(2, 1, 1), batch)
+    # What a closed gate costs: the drafter takes in a token and scores its first draft.
+    judging = draft_ms(target, drafter, TreeShape(2, 1, 1), batch)
     rows = []
     for row in table:
         shape = TreeShape(row["nodes"], row["depth"], row["top_k"])
         cost = passes[shape.nodes] + draft_ms(target, drafter, shape, batch)
-        rows.append({**row, **best_gate(row, batch, passes[1], cost, closed)})
+        rows.append({**row, **best_gate(row, batch, passes[1], cost, passes[1] + judging)})
     rows.sort(key=lambda row: -row["speedup"])
     finalists = [row for row in rows[:FINALISTS] if row["speedup"] > WORTH_TIMING]
     if not finalists:
         return rows[:1]
     prompts = [[1] * 64] * batch
-
-    def time(drafter, *shape) -> float:
-        return cycle_ms(Engine(target.model, drafter, TreeShape(*shape)), prompts)
-
-    plain = time(NoDrafter(), 1, 0)
+    plain = cycle_ms(Engine(target.model, NoDrafter(), PLAIN), prompts)
     found = []
     for row in finalists:
-        shape = row["nodes"], row["depth"], row["top_k"]
-        cycle = time(drafter.module, *shape)
-        closed = time(drafter.module, *shape, 1.0)
-        costs = {"plain_ms": plain, "cycle_ms": cycle, "closed_ms": closed}
-        found.append({**row, **costs, **best_gate(row, batch, plain, cycle, closed)})
+        shape = TreeShape(row["nodes"], row["depth"], row["top_k"])
+        cycle = cycle_ms(Engine(target.model, drafter.module, shape), prompts)
+        costs = {"plain_ms": plain, "cycle_ms": cycle, "judging_ms": judging}
+        found.append({**row, **costs, **best_gate(row, batch, plain, cycle, plain + judging)})
     return found
 
 
