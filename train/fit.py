@@ -143,9 +143,8 @@ def fit(
 
 def _optimiser(config: FitConfig, steps: int):
     """The learning rate by step, and Muon for matrices with AdamW for vectors."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, config.learning_rate, max(1, int(config.warmup * steps)), steps
-    )
+    warmup = min(max(1, int(config.warmup * steps)), steps - 1)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, steps)
     muon = optax.contrib.muon(
         schedule,
         ns_steps=config.newton_schulz,
