@@ -33,8 +33,11 @@ def test_trees_and_batch_do_not_change_tokens(target, drafter, sampling):
         assert alone.tokens == [expected[row]]
 
 
-@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[1:2]], ids=["batch", "alone"])
+@pytest.mark.parametrize(
+    ("prompts", "sampling"),
+    [(PROMPTS, SETTINGS[0]), (PROMPTS, SETTINGS[2]), (PROMPTS[1:2], SETTINGS[1])],
+    ids=["greedy batch", "sampled batch", "sampled alone"],
+)
 def test_a_gate_changes_the_passes_but_not_the_tokens(target, drafter, sampling, prompts):
     """Cycles with a tree and plain ones alternate as the drafter's promise says."""
     options = {"max_new_tokens": 24, "sampling": sampling, "seed": 5}
