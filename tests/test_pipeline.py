@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 from safetensors.flax import load_file
 
-from eagle_jax import TreeShape, generate, load_drafter, load_target
+from eagle_jax import InputError, TreeShape, generate, load_drafter, load_target
+from eagle_jax.bench.prompts import read_prompts
 from train.__main__ import main
 from train.check import around_user
 from train.corpus import Corpus
 from train.data import Sample, pack
+from train.datasets import turns_of, write_dataset_prompts
 from train.evaluate import acceptance, simulated_tau
 from train.metrics import read_metrics
 from train.pipeline import _context
@@ -214,6 +216,37 @@ def test_the_target_writes_prompts_for_itself(folder, tmp_path):
 def test_bad_input_is_refused(folder, tmp_path, change, capsys):
     assert main([*change, "--target", str(folder), "--out", str(tmp_path / "out")]) == 2
     assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "turns"),
+    [
+        ({"turns": ["a", " b "], "prompt": "x"}, ["a", "b"]),
+        ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"},
+                       {"role": "assistant", "content": "x"}, {"role": "user", "content": "b"}]},
+         ["a", "b"]),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "x"}]},
+         ["a"]),
+        ({"instruction": "a", "input": "b", "output": "x"}, ["a\n\nb"]),
+        ({"instruction": "a", "input": " "}, ["a"]),
+        ({"question": "a", "answer": "x"}, ["a"]),
+        ({"messages": [{"role": "user", "content": ["image"]}]}, []),
+        ({"messages": [{"role": "user", "content": " "}]}, []),
+        ({"text": "a"}, []),
+    ],
+)  # fmt: skip
+def test_user_turns_are_found_in_the_columns_of_data_sets(row, turns):
+    assert turns_of(row) == turns
+
+
+def test_prompts_from_a_data_set(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "a"}, {"other": "x"}, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}]
+    assert write_dataset_prompts(iter(rows), path, 2) == 1
+    assert [prompt.turns for prompt in read_prompts(path)] == [("a",), ("b",)]
+    with pytest.raises(InputError, match="column"):
+        write_dataset_prompts([{"other": "x"}], tmp_path / "none.jsonl", 2)
+    assert [file.name for file in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
 def test_simulated_tau_walks_as_the_cycle_does():

@@ -26,8 +26,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=FitConfig.seed)
 
     data = p.add_argument_group("data")
-    data.add_argument("--prompts", type=Path, help="JSON lines with `turns`; without, the target's")
-    data.add_argument("--count", type=int, default=4096, help="prompts that the target writes")
+    where = data.add_mutually_exclusive_group()
+    where.add_argument(
+        "--prompts", type=Path, help="JSON lines with `turns`; by default the target writes its own"
+    )
+    where.add_argument("--dataset", help="Hugging Face data set: owner/name[:split]")
+    data.add_argument("--count", type=int, default=4096, help="prompts to write or to take")
     data.add_argument(
         "--answers",
         nargs="+",

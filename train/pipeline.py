@@ -28,6 +28,7 @@ from train.check import check_spans, marked
 from train.corpus import Corpus
 from train.cost import EXPECTED, fit_flops, matrix_flops
 from train.data import Sample, draft_vocabulary, pack, read_answers
+from train.datasets import open_dataset, write_dataset_prompts
 from train.evaluate import TOLERANCE, acceptance, drafts, real_tau, simulated_tau
 from train.features import extract
 from train.fit import fit, lend
@@ -77,11 +78,19 @@ class Run:
 
 
 def prompts(run: Run) -> None:
-    """Lets the target write user turns, where no file of prompts was given."""
+    """Takes user turns from a data set, or lets the target write them; a file is taken as it is."""
     if run.options.prompts:
         run.say(f"{len(read_prompts(run.options.prompts))} prompts in {run.options.prompts}")
         return
     count = run.options.count
+    if run.options.dataset:
+        path = run.path("prompts.jsonl")
+        if not path.is_file():
+            with run.bar("prompts") as bar:
+                skipped = write_dataset_prompts(open_dataset(run.options.dataset), path, count, bar)
+            run.say(f"{skipped} rows of {run.options.dataset} held no user turns")
+        run.say(f"{len(read_prompts(path))} prompts in {path}")
+        return
     with run.bar("prompts") as bar:
         write_own_prompts(run.target, run.path("prompts.jsonl"), count, bar)
     run.say(f"{count} prompts in {run.path('prompts.jsonl')}")
