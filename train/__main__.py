@@ -10,8 +10,9 @@ from eagle_jax import hub
 from eagle_jax.drafters.load import HEADS
 from eagle_jax.errors import EagleError, InputError
 from train.loss import Objective
-from train.pipeline import STAGES, Run
 from train.plan import FitConfig
+from train.run import Run
+from train.stages import STAGES
 
 
 def parser() -> argparse.ArgumentParser:

@@ -23,7 +23,7 @@ from train.data import Sample, pack
 from train.datasets import turns_of, write_dataset_prompts
 from train.evaluate import acceptance, simulated_tau
 from train.metrics import read_metrics
-from train.pipeline import _context
+from train.stages.text import context_of
 from train.store import Joined, lay_out, open_shelf
 
 FIXTURE = Path(__file__).parent / "fixtures" / "llama-tied"
@@ -280,8 +280,8 @@ def test_a_context_without_its_first_answer_is_left_out(folder):
     class Two:
         id, turns = "x", ("w1", "w2")
 
-    assert _context(target, Two, 1, {}) is None
-    assert _context(target, Two, 1, {"x": [5]})[-1] == target.tokenizer.encode("assistant")[0]
+    assert context_of(target, Two, 1, {}) is None
+    assert context_of(target, Two, 1, {"x": [5]})[-1] == target.tokenizer.encode("assistant")[0]
 
 
 def test_a_shelf_of_another_width_is_refused(trained):
