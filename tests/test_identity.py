@@ -152,7 +152,7 @@ def test_up_to_the_context_limit(target, drafter):
 
 
 def test_a_prompt_of_several_chunks(target, drafter, plain, monkeypatch):
-    monkeypatch.setattr("eagle_jax.decode.engine.CHUNK", 8)
+    monkeypatch.setattr("eagle_jax.decode.engine.largest_chunk", lambda: 8)
     run = generate(target, drafter, PROMPTS, max_new_tokens=24, tree=CHAIN)
     assert run.tokens == plain.tokens
 

@@ -31,10 +31,12 @@ def measured(monkeypatch, tmp_path):
 
     monkeypatch.setattr(tune, "target_pass_ms", target_pass_ms)
 
-    def cycle_ms(engine, prompts):
-        shape = engine.shape
-        drafts = costs["draft"] if shape.nodes > 1 else 0.0
-        return costs["cycle"].get(shape.nodes, costs["pass"][shape.nodes] + drafts)
+    def cycle_ms(engines, prompts):
+        return [cycle(engine.shape.nodes) for engine in engines]
+
+    def cycle(nodes):
+        drafts = costs["draft"] if nodes > 1 else 0.0
+        return costs["cycle"].get(nodes, costs["pass"][nodes] + drafts)
 
     monkeypatch.setattr(tune, "draft_ms", lambda target, drafter, shape, batch: costs["draft"])
     monkeypatch.setattr(tune, "cycle_ms", cycle_ms)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,15 +23,18 @@ FILLED = 192  # committed tokens, that a pass is timed with
 LOOP = 4  # passes of one timed call, so that a pass costs what it costs within `generate`'s loop
 
 
-def median_ms(call: Callable[[], Any], repeats: int = 5) -> float:
-    """Median wall time of a call in milliseconds, after one call that warms it up."""
+def fastest_ms(call: Callable[[], Any], repeats: int = 7) -> float:
+    """Shortest wall time of a call in milliseconds, after one call that warms it up.
+
+    Whatever else the machine does can only add to it.
+    """
     jax.block_until_ready(call())
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
         jax.block_until_ready(call())
         times.append(time.perf_counter() - begin)
-    return 1e3 * statistics.median(times)
+    return 1e3 * min(times)
 
 
 def target_pass_ms(target: Target, nodes: int, batch: int = 1) -> float:
@@ -56,7 +58,7 @@ def target_pass_ms(target: Target, nodes: int, batch: int = 1) -> float:
         return jax.lax.fori_loop(0, LOOP, once, tokens)
 
     tokens = jnp.zeros((batch, nodes), jnp.int32)
-    return median_ms(lambda: run(leaves, caches, tokens)) / LOOP
+    return fastest_ms(lambda: run(leaves, caches, tokens)) / LOOP
 
 
 def draft_ms(target: Target, drafter: LoadedDrafter, shape: TreeShape, batch: int = 1) -> float:
@@ -91,25 +93,30 @@ def draft_ms(target: Target, drafter: LoadedDrafter, shape: TreeShape, batch: in
     width = max(1, len(drafter.module.taps)) * target.config.hidden_size
     features = jnp.zeros((batch, levels, width), target.dtype)
     begin, root = drafter.module.init(batch, SLOTS), jnp.zeros(batch, jnp.int32)
-    return median_ms(lambda: run(leaves, begin, root, features)) / LOOP
+    return fastest_ms(lambda: run(leaves, begin, root, features)) / LOOP
 
 
-def cycle_ms(engine: Engine, prompts: Sequence[Sequence[int]], repeats: int = 3) -> float:
-    """One whole cycle within a greedy `generate` of 20 cycles and more, end of sequence ignored.
+def cycle_ms(
+    engines: Sequence[Engine], prompts: Sequence[Sequence[int]], repeats: int = 5
+) -> list[float]:
+    """One whole cycle of each engine within a greedy `generate` of 20 cycles and more, end of
+    sequence ignored.
 
-    The median over `repeats` runs; prefill is not timed.
+    The engines take turns and the fastest of `repeats` runs counts, so that a noisy moment does
+    not decide between them; prefill is not timed.
     """
-    room = engine.model.config.context - max(map(len, prompts))
-    budget = min(20 * (engine.shape.depth + 1) + 1, room)
-    times = []
+    room = engines[0].model.config.context - max(map(len, prompts))
+    times: list[list[float]] = [[] for _ in engines]
     for _ in range(repeats + 1):
-        state = engine.start(prompts, budget, Sampling(), [0] * len(prompts), ())
-        jax.block_until_ready(state)
-        begin = time.perf_counter()
-        state = engine.run(state)
-        cycles = int(state.passes.max())
-        times.append((time.perf_counter() - begin) / cycles)
-    return 1e3 * statistics.median(times[1:])
+        for engine, found in zip(engines, times, strict=True):
+            budget = min(20 * (engine.shape.depth + 1) + 1, room)
+            state = engine.start(prompts, budget, Sampling(), [0] * len(prompts), ())
+            jax.block_until_ready(state)
+            begin = time.perf_counter()
+            state = engine.run(state)
+            cycles = int(state.passes.max())
+            found.append((time.perf_counter() - begin) / cycles)
+    return [1e3 * min(found[1:]) for found in times]
 
 
 def cost_curve_ms(target: Target, nodes: Sequence[int]) -> dict[int, float]:

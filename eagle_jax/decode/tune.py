@@ -25,7 +25,7 @@ from eagle_jax.nn.modules import parameters
 from eagle_jax.target.load import Target
 
 GAIN = 1.03  # a tree must promise this much over plain decoding to be used
-FINALISTS = 2  # trees whose whole cycle is timed
+FINALISTS = 3  # trees whose whole cycle is timed
 WORTH_TIMING = 0.8  # speedup by parts below which no whole cycle is timed
 
 
@@ -66,12 +66,13 @@ def predict(target: Target, drafter: LoadedDrafter, batch: int) -> list[dict[str
     finalists = [row for row in rows[:FINALISTS] if row["speedup"] > WORTH_TIMING]
     if not finalists:
         return rows[:1]
-    prompts = [[1] * 64] * batch
-    plain = cycle_ms(Engine(target.model, NoDrafter(), PLAIN), prompts)
-    found = []
+    engines = [Engine(target.model, NoDrafter(), PLAIN)]
     for row in finalists:
         shape = TreeShape(row["nodes"], row["depth"], row["top_k"])
-        cycle = cycle_ms(Engine(target.model, drafter.module, shape), prompts)
+        engines.append(Engine(target.model, drafter.module, shape))
+    plain, *cycles = cycle_ms(engines, [[1] * 64] * batch)
+    found = []
+    for row, cycle in zip(finalists, cycles, strict=True):
         costs = {"plain_ms": plain, "cycle_ms": cycle, "judging_ms": judging}
         found.append({**row, **costs, **best_gate(row, batch, plain, cycle, plain + judging)})
     return found

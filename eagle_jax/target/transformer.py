@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -72,8 +73,8 @@ class Transformer(nnx.Module):
         angles = rotation(positions, self.config.head_dim, self.config.rope_theta)
         streams, fresh = [x], []
         for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x, rows = layer(x, angles, visible, None if caches is None else caches[index])
+            cache = None if caches is None else caches[index]
+            x, rows = _layer(*nnx.split(layer), x, angles, visible, cache)
             streams.append(x)
             fresh.append(rows)
         tapped = jnp.concatenate([x[..., :0], *(streams[tap] for tap in taps)], axis=-1)
@@ -87,3 +88,9 @@ class Transformer(nnx.Module):
     def head(self, features: jax.Array) -> jax.Array:
         """Logits `[..., vocab]` in float32 for features `[..., hidden]`."""
         return matmul(features, self.head_weight).astype(jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _layer(graph, state, x, angles, visible, cache):
+    """A decoder layer; as a function of its own it is traced once and not once a layer."""
+    return nnx.merge(graph, state)(x, angles, visible, cache)
