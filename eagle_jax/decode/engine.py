@@ -85,6 +85,7 @@ class Engine:
         self._cycle = program("cycle", step)
         self._run = program("run", run)
         self._insert = jax.jit(_insert, donate_argnums=0)
+        self._ready: set[Any] = set()
 
     def start(
         self,
@@ -140,6 +141,18 @@ class Engine:
         The state given is donated.
         """
         return self._run(self._weights, state, len(state.done) if enough is None else enough)
+
+    def compile_ahead(self, state: DecodeState, *, steps: bool = False) -> None:
+        """Compiles `run` (or `step`) for a state, so that the first call's time is decoding time.
+
+        Later calls for states of the same shapes return at once.
+        """
+        name = "cycle" if steps else "run"
+        key = (name, state.tokens.shape, state.stops.shape, jax.tree.structure(state.sampler))
+        if key not in self._ready:
+            program, extra = (self._cycle, ()) if steps else (self._run, (len(state.done),))
+            program.lower(self._weights, state, *extra).compile()
+            self._ready.add(key)
 
     def insert(self, state: DecodeState, rows: Sequence[int], other: DecodeState) -> DecodeState:
         """Puts the rows of `other` in the place of batch rows `rows` of `state`, which is donated.

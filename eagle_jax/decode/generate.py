@@ -35,7 +35,7 @@ class Stats:
       speculated: those of them that verified drafts.
       acceptance_by_depth: share of these that accepted more than d drafts, d = 0, 1, ...
       prefill_seconds: wall time of prefill, with its compilation when there was one.
-      seconds: wall time of the cycles, with their compilation when there was one.
+      seconds: wall time of the cycles, without their compilation.
       tokens_per_s: (tokens - rows) / seconds.
       shape: the tree.
       row_tokens, row_passes: the same by row.
@@ -120,11 +120,12 @@ def generate(
     begin = time.perf_counter()
     state = run.start()
     jax.block_until_ready(state.length)
-    middle = time.perf_counter()
+    prefill_seconds = time.perf_counter() - begin
+    run.engine.compile_ahead(state)
+    begin = time.perf_counter()
     state = run.engine.run(state)
     tokens = run.written(state)
-    end = time.perf_counter()
-    stats = run.stats(state, tokens, middle - begin, end - middle)
+    stats = run.stats(state, tokens, prefill_seconds, time.perf_counter() - begin)
     decode = target.tokenizer.decode if target.tokenizer else lambda ids: ""
     return Generation([decode(row) for row in tokens], tokens, stats)
 
@@ -144,11 +145,10 @@ def stream(
         decoders = (
             [target.tokenizer.stream_decoder() for _ in run.ids] if target.tokenizer else None
         )
-        sent = [0] * len(run.ids)
-        middle = None
+        sent, prefill_seconds, ready = [0] * len(run.ids), None, None
         while True:
             done = bool(state.done.all())
-            middle = middle or time.perf_counter()
+            prefill_seconds = prefill_seconds or time.perf_counter() - begin
             written, drafted = run.written(state), np.asarray(state.drafted)
             finished = np.asarray(state.done)
             for row, tokens in enumerate(written):
@@ -161,7 +161,10 @@ def stream(
                 sent[row] = len(tokens)
             if done:
                 now = time.perf_counter()
-                return run.stats(state, written, middle - begin, now - middle)
+                return run.stats(state, written, prefill_seconds, now - (ready or now))
+            if ready is None:  # the first token is out
+                run.engine.compile_ahead(state, steps=True)
+                ready = time.perf_counter()
             state = run.engine.step(state)
 
     return pieces()
