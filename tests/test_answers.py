@@ -11,9 +11,11 @@ import pytest
 from eagle_jax import InputError, Sampling, generate
 from eagle_jax.config import PLAIN
 from eagle_jax.decode.generate import NO_DRAFTER, engine
-from train.answers import Answered, Question, Shelf, write_answers
+from train.answers import Question, write_answers
 from train.data import Sample
 from train.features import extract
+from train.shelf import Shelf, read_lines, shards
+from train.store import open_shelf
 
 TAPS = (0, 1)
 BUDGET = 14
@@ -42,12 +44,8 @@ def written(target, questions, eos, tmp_path_factory):
     return folder
 
 
-def rows_of(folder):
-    return [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
-
-
 def test_answers_equal_those_of_each_prompt_alone(target, questions, written, eos):
-    rows = {row["id"]: row for row in rows_of(written)}
+    rows = {row["id"]: row for row in read_lines(written)}
     assert rows.keys() == {q.id for q in questions}
     ended = 0
     for question in questions:
@@ -68,10 +66,10 @@ def test_answers_equal_those_of_each_prompt_alone(target, questions, written, eo
 
 
 def test_recorded_features_equal_computed_ones(target, written, eos, tmp_path):
-    rows = rows_of(written)
+    rows = read_lines(written)
     samples = [Sample(np.array(r["prompt"] + r["out"], np.int32), len(r["prompt"])) for r in rows]
     computed = extract(target.model, samples, tmp_path, TAPS)
-    recorded = np.fromfile(written / "features.f16", np.float16).reshape(computed.shape)
+    recorded = np.fromfile(written / "features-00000.f16", np.float16).reshape(computed.shape)
     at = 0
     for sample in samples:
         end = at + len(sample.tokens)
@@ -82,23 +80,44 @@ def test_recorded_features_equal_computed_ones(target, written, eos, tmp_path):
 
 
 def test_a_killed_run_goes_on_at_its_row(target, questions, written, tmp_path):
-    lines = (written / "answers.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "answers.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:9])
-    data = (written / "features.f16").read_bytes()
-    (tmp_path / "features.f16").write_bytes(data[:-7])
+    lines = (written / "answers-00000.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "answers-00000.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:9])
+    data = (written / "features-00000.f16").read_bytes()
+    (tmp_path / "features-00000.f16").write_bytes(data[:-7])
     width = (1 + len(TAPS)) * target.config.hidden_size
     shelf = Shelf(tmp_path, width)
     rows = [json.loads(line) for line in lines[:6]]
     assert shelf.done == {row["id"] for row in rows[:5]}
     start = 2 * width * sum(len(row["prompt"]) + len(row["out"]) for row in rows[:5])
-    assert (tmp_path / "features.f16").stat().st_size == start
+    assert (tmp_path / "features-00000.f16").stat().st_size == start
     row = rows[5]
     size = len(row["prompt"]) + len(row["out"])
     signals = np.frombuffer(data[start : start + 2 * size * width], np.float16).reshape(size, width)
-    question = Question(row["id"], tuple(row["prompt"]), row["temp"], 0)
-    shelf.add(Answered(question, [*row["out"], 7], signals), eos=())
-    assert (tmp_path / "answers.jsonl").read_bytes() == b"".join(lines[:6])
-    assert (tmp_path / "features.f16").read_bytes() == data[: start + 2 * size * width]
+    shelf.add(row, signals)
+    assert (tmp_path / "answers-00000.jsonl").read_bytes() == b"".join(lines[:6])
+    assert (tmp_path / "features-00000.f16").read_bytes() == data[: start + 2 * size * width]
+
+
+def test_shards_are_one_shelf(target, written, tmp_path):
+    """Rows and features written in shards, with a kill between them, read as those of one file."""
+    width = (1 + len(TAPS)) * target.config.hidden_size
+    rows, [(_, data)] = read_lines(written), shards(written)
+    signals = np.fromfile(data, np.float16).reshape(-1, width)
+    at = 0
+    for number, row in enumerate(rows):
+        if number % 4 == 0:
+            shelf = Shelf(tmp_path, width, shard=60)
+        size = len(row["prompt"]) + len(row["out"])
+        shelf.add(row, signals[at : at + size])
+        at += size
+    assert shelf.tokens == at and shelf.done == {row["id"] for row in rows}
+    assert len(shards(tmp_path)) > 3
+    assert read_lines(tmp_path) == rows
+    one, many = (open_shelf(folder, 61, 40, width) for folder in (written, tmp_path))
+    assert [s.start for s in many.samples] == [s.start for s in one.samples]
+    np.testing.assert_array_equal(many.tokens, one.tokens)
+    every = np.arange(at)
+    np.testing.assert_array_equal(many.features[every], one.features[every])
 
 
 def test_rows_join_a_batch_only_where_they_fit(target):

@@ -23,6 +23,7 @@ from train.data import Sample, pack
 from train.datasets import turns_of, write_dataset_prompts
 from train.evaluate import acceptance, simulated_tau
 from train.metrics import read_metrics
+from train.shelf import read_lines
 from train.stages.text import context_of
 from train.store import Joined, lay_out, open_shelf
 
@@ -75,11 +76,7 @@ def trained(folder, tmp_path_factory):
 
 def test_all_stages_leave_what_they_promise(trained, folder):
     out, _ = trained
-    rows = [
-        json.loads(line)
-        for line in (out / "answers" / "answers.jsonl").read_text().split("\n")
-        if line
-    ]
+    rows = read_lines(out / "answers")
     assert {row["id"] for row in rows} == {f"p{i}" for i in range(24)} | {
         f"p{i}+1" for i in range(0, 24, 6)
     }
@@ -99,10 +96,7 @@ def test_all_stages_leave_what_they_promise(trained, folder):
 
 def test_a_second_turn_follows_the_targets_own_first_answer(trained, folder):
     out, _ = trained
-    rows = {}
-    for line in (out / "answers" / "answers.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        rows[row["id"]] = row
+    rows = {row["id"]: row for row in read_lines(out / "answers")}
     target = load_target(str(folder))
     first, second = rows["p6"], rows["p6+1"]
     text = target.tokenizer.decode(first["out"])
@@ -112,9 +106,9 @@ def test_a_second_turn_follows_the_targets_own_first_answer(trained, folder):
 
 def test_stages_are_restartable_and_add_nothing_the_second_time(trained):
     out, options = trained
-    before = (out / "answers" / "answers.jsonl").read_bytes()
+    before = (out / "answers" / "answers-00000.jsonl").read_bytes()
     assert main(["answers", *options]) == 0
-    assert (out / "answers" / "answers.jsonl").read_bytes() == before
+    assert (out / "answers" / "answers-00000.jsonl").read_bytes() == before
     weights = (out / "head" / "model.safetensors").read_bytes()
     assert main(["fit", *options]) == 0
     assert (out / "head" / "model.safetensors").read_bytes() == weights

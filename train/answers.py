@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from eagle_jax.config import PLAIN, Sampling
 from eagle_jax.decode.engine import Engine
 from eagle_jax.target.load import Target
 from train.record import Recorder
+from train.shelf import Shelf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,48 +105,6 @@ def answer(
             state = engine.insert(state, numbers, start(new, refill))
 
 
-class Shelf:
-    """Answers on disk: `answers.jsonl` and `features.f16`, appended row by row.
-
-    Each line holds `id`, `prompt`, `out` and `temp`; the features and taps of all its tokens lie
-    in the other file in the same order (zeros for an end of sequence, which no head predicts
-    from). A row counts once its line is whole, so a killed run loses at most the row it was at.
-    """
-
-    def __init__(self, folder: Path, width: int):
-        """Opens or makes the folder; `width` counts the values of a token."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self.lines, self.data, self.width = folder / "answers.jsonl", folder / "features.f16", width
-        self.done: set[str] = set()
-        self.tokens = 0
-        whole = b""
-        if self.lines.is_file():
-            whole = self.lines.read_bytes()
-            whole = whole[: whole.rfind(b"\n") + 1]
-        for line in whole.splitlines():
-            row = json.loads(line)
-            self.done.add(row["id"])
-            self.tokens += len(row["prompt"]) + len(row["out"])
-        for path, size in ((self.lines, len(whole)), (self.data, self.tokens * 2 * width)):
-            with path.open("ab") as out:
-                out.truncate(size)
-
-    def add(self, answered: Answered, eos: Sequence[int]) -> None:
-        question, out, signals = answered.question, answered.out, answered.signals
-        if out[-1] in eos:
-            signals = np.pad(signals, ((0, 1), (0, 0)))
-        else:
-            out = out[:-1]
-        row = {"id": question.id, "prompt": list(question.prompt), "out": out}
-        row["temp"] = question.temperature
-        with self.data.open("ab") as data:
-            data.write(signals.astype(np.float16).tobytes())
-        with self.lines.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(row) + "\n")
-        self.done.add(question.id)
-        self.tokens += len(signals)
-
-
 def _alike(questions: Sequence[Question]) -> list[list[Question]]:
     """Groups of one temperature and like length: a batch has the cache of its longest row."""
     groups = collections.defaultdict(list)
@@ -174,5 +132,12 @@ def write_answers(
     left = [q for q in questions if q.id not in shelf.done]
     for part in _alike(left):
         for answered in answer(target, part, taps, max_new_tokens, **batch):
-            shelf.add(answered, target.eos)
+            question, out, signals = answered.question, answered.out, answered.signals
+            if out[-1] in target.eos:
+                # No head predicts from it, and it was never run.
+                signals = np.pad(signals, ((0, 1), (0, 0)))
+            else:
+                out = out[:-1]
+            row = {"id": question.id, "prompt": list(question.prompt), "out": out}
+            shelf.add(row | {"temp": question.temperature}, signals)
             progress(len(shelf.done), len(questions), shelf.tokens)

@@ -13,6 +13,7 @@ from train.check import around_user
 
 MAX_TOKENS = 96  # of a prompt that the target writes
 LEAST_WORDS = 3
+KEPT = 0.7  # share of attempts that end in time and are new, about; for estimates
 
 
 def user_header(target: Target) -> list[int]:

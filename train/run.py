@@ -19,6 +19,7 @@ from eagle_jax.target.load import Target, load_target
 from train.corpus import Corpus
 from train.data import Sample, pack, read_answers
 from train.features import extract
+from train.shelf import shards
 from train.store import Store, join, lay_out, open_shelf
 
 
@@ -70,7 +71,7 @@ def open_store(run: Run) -> Store:
         samples = given(run)
         found = extract(run.target.model, samples, run.path("features"), run.taps)
         stores.append(lay_out(samples, found))
-    if (run.path("answers") / "answers.jsonl").is_file():
+    if shards(run.path("answers")):
         vocab = run.target.config.vocab_size
         stores.append(open_shelf(run.path("answers"), vocab, options.max_length, run.width))
     if not stores:

@@ -11,12 +11,15 @@ import numpy as np
 
 from eagle_jax.errors import FormatError
 from train.data import Sample, read_answers
+from train.shelf import shards
 
 
 class Rows(Protocol):
     """`[N, width]` float16, read by integer arrays."""
 
     shape: tuple[int, int]
+
+    def __len__(self) -> int: ...
 
     def __getitem__(self, rows: np.ndarray) -> np.ndarray: ...
 
@@ -39,10 +42,13 @@ class Store:
 class Joined:
     """Arrays of rows, on disk or not, that are read as one."""
 
-    def __init__(self, parts: Sequence[np.ndarray]):
+    def __init__(self, parts: Sequence[Rows]):
         self.parts = list(parts)
         self.starts = np.cumsum([0] + [len(part) for part in self.parts])
         self.shape = (int(self.starts[-1]), self.parts[0].shape[1])
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     def __getitem__(self, rows: np.ndarray) -> np.ndarray:
         rows = np.asarray(rows)
@@ -69,10 +75,13 @@ def open_shelf(folder: Path, vocab_size: int, max_length: int, width: int) -> St
     """The answers and features that `write_answers` left in a folder.
 
     Raises:
-      FormatError: the two files do not belong together.
+      FormatError: two files do not belong together.
     """
-    whole = read_answers([folder / "answers.jsonl"], vocab_size, np.iinfo(np.int32).max, all=True)
-    data = folder / "features.f16"
+    return join([_open_shard(*of, vocab_size, max_length, width) for of in shards(folder)])
+
+
+def _open_shard(lines: Path, data: Path, vocab_size: int, max_length: int, width: int) -> Store:
+    whole = read_answers([lines], vocab_size, np.iinfo(np.int32).max, all=True)
     count = sum(len(sample.tokens) for sample in whole)
     found = data.stat().st_size if data.is_file() else 0
     if found != count * width * 2:

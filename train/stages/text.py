@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 
-from eagle_jax.bench.prompts import read_prompts
+from eagle_jax.bench.prompts import BenchPrompt, read_prompts
 from eagle_jax.decode.measure import target_pass_ms
 from eagle_jax.errors import InputError
 from eagle_jax.target.load import Target
@@ -15,8 +13,9 @@ from train.check import check_spans, marked
 from train.data import read_answers
 from train.datasets import open_dataset, write_dataset_prompts
 from train.features import extract
-from train.prompts import write_own_prompts
+from train.prompts import KEPT, MAX_TOKENS, write_own_prompts
 from train.run import Run, given
+from train.shelf import read_lines, shards
 
 
 def prompts(run: Run) -> None:
@@ -33,6 +32,8 @@ def prompts(run: Run) -> None:
             run.say(f"{skipped} rows of {run.options.dataset} held no user turns")
         run.say(f"{len(read_prompts(path))} prompts in {path}")
         return
+    hours = count / KEPT * MAX_TOKENS / _rate(run, 64) / 3600
+    run.say(f"the target writes {count} prompts: up to {hours:.1f} hours")
     with run.bar("prompts") as bar:
         write_own_prompts(run.target, run.path("prompts.jsonl"), count, bar)
     run.say(f"{count} prompts in {run.path('prompts.jsonl')}")
@@ -44,7 +45,7 @@ def answers(run: Run) -> None:
     conversations = read_prompts(options.prompts or run.path("prompts.jsonl"))
     budget, folder = options.max_new_tokens, run.path("answers")
     expected = sum(len(c.turns) for c in conversations) * (budget + 64)
-    rate = options.rows / target_pass_ms(target, 1, options.rows) * 1e3
+    rate = _rate(run, options.rows)
     hours = expected / rate / 3600
     run.say(
         f"answering {len(conversations)} conversations: up to {expected} tokens at about "
@@ -63,7 +64,7 @@ def answers(run: Run) -> None:
                 long += 1
                 continue
             temperature = options.temperatures[index % len(options.temperatures)]
-            name = conversation.id if turn == 0 else f"{conversation.id}+{turn}"
+            name = turn_name(conversation, turn)
             questions.append(Question(name, tuple(ids), temperature, seed=index))
         if long:
             run.say(
@@ -82,9 +83,17 @@ def answers(run: Run) -> None:
                 lambda done, of, tokens, bar=bar: bar(done, of),
                 rows=options.rows,
             )
-        for line in (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            written[row["id"]] = row["out"]
+        written |= {row["id"]: row["out"] for row in read_lines(folder)}
+
+
+def _rate(run: Run, rows: int) -> float:
+    """Tokens a second that a batch of `rows` decodes."""
+    return rows / target_pass_ms(run.target, 1, rows) * 1e3
+
+
+def turn_name(conversation: BenchPrompt, turn: int) -> str:
+    """What the answer to a turn is called on the shelf."""
+    return conversation.id if turn == 0 else f"{conversation.id}+{turn}"
 
 
 def context_of(target: Target, conversation, turn: int, written) -> list[int] | None:
@@ -93,7 +102,7 @@ def context_of(target: Target, conversation, turn: int, written) -> list[int] | 
     for number, text in enumerate(conversation.turns[: turn + 1]):
         messages.append({"role": "user", "content": text})
         if number < turn:
-            name = conversation.id if number == 0 else f"{conversation.id}+{number}"
+            name = turn_name(conversation, number)
             if name not in written:
                 return None
             messages.append(
@@ -109,8 +118,7 @@ def context_of(target: Target, conversation, turn: int, written) -> list[int] | 
 def check(run: Run) -> None:
     """Shows one conversation with its supervised span; refuses spans that are empty or shifted."""
     options, tokenizer = run.options, run.target.tokenizer
-    path = run.path("answers") / "answers.jsonl"
-    files = [*(options.answers or ()), *([path] if path.is_file() else ())]
+    files = [*(options.answers or ()), *(lines for lines, _ in shards(run.path("answers")))]
     whole = np.iinfo(np.int32).max
     samples = read_answers(files, run.target.config.vocab_size, whole, all=True)
     templated = check_spans(tokenizer, samples)
