@@ -191,7 +191,7 @@ def test_the_caches_stay_in_place(tree, batch):
     runner = engine(target, NO_DRAFTER if tree == PLAIN else tiny_drafter(target), tree)
     state = runner.start([[1, 2, 3]] * batch, 900, Sampling(), [0] * batch, ())
     caches = sum(x.nbytes for layer in state.caches for x in (layer.keys, layer.values))
-    memory = runner.compiled_cycle(state).memory_analysis()
+    memory = runner.compile_ahead(state, steps=True).memory_analysis()
     assert memory.temp_size_in_bytes < caches / 2
     assert memory.alias_size_in_bytes >= caches
     old = state.caches[0].keys

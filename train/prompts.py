@@ -10,6 +10,7 @@ from eagle_jax.errors import InputError
 from eagle_jax.target.load import Target
 from train.answers import Question, answer
 from train.check import around_user
+from train.lines import resume
 
 MAX_TOKENS = 96  # of a prompt that the target writes
 LEAST_WORDS = 3
@@ -53,16 +54,9 @@ def write_own_prompts(
     A killed run goes on where it stopped: seeds that are in the file are not tried again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    seen: set[str] = set()
-    seed = 0
-    if path.is_file():
-        whole = path.read_bytes()
-        with path.open("ab") as file:
-            file.truncate(whole.rfind(b"\n") + 1)
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            seen.add(row["turns"][0])
-            seed = max(seed, int(row["id"][1:]) + 1)
+    rows = resume(path)
+    seen = {row["turns"][0] for row in rows}
+    seed = max((int(row["id"][1:]) + 1 for row in rows), default=0)
     with path.open("a", encoding="utf-8") as file:
         while len(seen) < count:
             tried, before = max(8, count - len(seen)), len(seen)

@@ -8,15 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from train.lines import resume
+
 SHARD = 1 << 18  # tokens, about; a file of features stays near a gigabyte
 
 
 def shards(folder: Path) -> list[tuple[Path, Path]]:
     """The files of a shelf in the order of writing: (lines, features) of each shard."""
-    return [
-        (lines, lines.with_name(lines.name.replace("answers", "features")).with_suffix(".f16"))
-        for lines in sorted(folder.glob("answers-*.jsonl"))
-    ]
+    return [(lines, _features(lines)) for lines in sorted(folder.glob("answers-*.jsonl"))]
+
+
+def _features(lines: Path) -> Path:
+    return lines.with_name(lines.name.replace("answers", "features")).with_suffix(".f16")
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
@@ -55,23 +58,19 @@ class Shelf:
             self._open(*files)
 
     def _files(self, number: int) -> tuple[Path, Path]:
-        names = f"answers-{number:05}.jsonl", f"features-{number:05}.f16"
-        return self.folder / names[0], self.folder / names[1]
+        lines = self.folder / f"answers-{number:05}.jsonl"
+        return lines, _features(lines)
 
     def _open(self, lines: Path, data: Path) -> None:
         """Counts the whole rows of a shard and cuts off what follows them; rows go there next."""
         self._lines, self._data = lines, data
-        whole = lines.read_bytes() if lines.is_file() else b""
-        whole = whole[: whole.rfind(b"\n") + 1]
-        self._here = 0
-        for line in whole.splitlines():
-            row = json.loads(line)
-            self.done.add(row["id"])
-            self._here += len(row["prompt"]) + len(row["out"])
+        lines.touch()
+        rows = resume(lines)
+        self.done |= {row["id"] for row in rows}
+        self._here = sum(len(row["prompt"]) + len(row["out"]) for row in rows)
         self.tokens += self._here
-        for path, size in ((lines, len(whole)), (data, self._here * 2 * self.width)):
-            with path.open("ab") as out:
-                out.truncate(size)
+        with data.open("ab") as out:
+            out.truncate(self._here * 2 * self.width)
 
     def add(self, row: dict[str, Any], signals: np.ndarray) -> None:
         """Appends a row and its features and taps `[tokens, width]`."""

@@ -85,7 +85,7 @@ class Engine:
         self._cycle = program("cycle", step)
         self._run = program("run", run)
         self._insert = jax.jit(_insert, donate_argnums=0)
-        self._ready: set[Any] = set()
+        self._ready: dict[Any, Any] = {}
 
     def start(
         self,
@@ -142,17 +142,17 @@ class Engine:
         """
         return self._run(self._weights, state, len(state.done) if enough is None else enough)
 
-    def compile_ahead(self, state: DecodeState, *, steps: bool = False) -> None:
+    def compile_ahead(self, state: DecodeState, *, steps: bool = False) -> Any:
         """Compiles `run` (or `step`) for a state, so that the first call's time is decoding time.
 
-        Later calls for states of the same shapes return at once.
+        Returns the compiled program, at once where states of the same shapes came before.
         """
         name = "cycle" if steps else "run"
         key = (name, state.tokens.shape, state.stops.shape, jax.tree.structure(state.sampler))
         if key not in self._ready:
             program, extra = (self._cycle, ()) if steps else (self._run, (len(state.done),))
-            program.lower(self._weights, state, *extra).compile()
-            self._ready.add(key)
+            self._ready[key] = program.lower(self._weights, state, *extra).compile()
+        return self._ready[key]
 
     def insert(self, state: DecodeState, rows: Sequence[int], other: DecodeState) -> DecodeState:
         """Puts the rows of `other` in the place of batch rows `rows` of `state`, which is donated.
@@ -164,10 +164,6 @@ class Engine:
     def promise(self, state: DecodeState) -> jax.Array:
         """`[B]` float32: what the drafter promises of its next first draft; see `Drafter`."""
         return self._promise(self._weights, state)
-
-    def compiled_cycle(self, state: DecodeState) -> Any:
-        """The compiled cycle for a state's shapes, for its memory analysis."""
-        return self._cycle.lower(self._weights, state).compile()
 
     def _empty(self, tokens, limit, sampling: Sampling, seeds, stops) -> DecodeState:
         batch, slots = tokens.shape

@@ -142,13 +142,14 @@ def stream(
     def pieces():
         begin = time.perf_counter()
         state = run.start()
+        jax.block_until_ready(state.length)
+        prefill_seconds = time.perf_counter() - begin
         decoders = (
             [target.tokenizer.stream_decoder() for _ in run.ids] if target.tokenizer else None
         )
-        sent, prefill_seconds, ready = [0] * len(run.ids), None, None
+        sent, ready = [0] * len(run.ids), None
         while True:
             done = bool(state.done.all())
-            prefill_seconds = prefill_seconds or time.perf_counter() - begin
             written, drafted = run.written(state), np.asarray(state.drafted)
             finished = np.asarray(state.done)
             for row, tokens in enumerate(written):

@@ -59,7 +59,7 @@ def predict(target: Target, drafter: LoadedDrafter, batch: int) -> list[dict[str
     judging = draft_ms(target, drafter, TreeShape(2, 1, 1), batch)
     rows = []
     for row in table:
-        shape = TreeShape(row["nodes"], row["depth"], row["top_k"])
+        shape = _shape(row)
         cost = passes[shape.nodes] + draft_ms(target, drafter, shape, batch)
         rows.append({**row, **best_gate(row, batch, passes[1], cost, passes[1] + judging)})
     rows.sort(key=lambda row: -row["speedup"])
@@ -67,9 +67,7 @@ def predict(target: Target, drafter: LoadedDrafter, batch: int) -> list[dict[str
     if not finalists:
         return rows[:1]
     engines = [Engine(target.model, NoDrafter(), PLAIN)]
-    for row in finalists:
-        shape = TreeShape(row["nodes"], row["depth"], row["top_k"])
-        engines.append(Engine(target.model, drafter.module, shape))
+    engines += [Engine(target.model, drafter.module, _shape(row)) for row in finalists]
     plain, *cycles = cycle_ms(engines, [[1] * 64] * batch)
     found = []
     for row, cycle in zip(finalists, cycles, strict=True):
@@ -114,7 +112,11 @@ def fastest(rows: Sequence[Mapping[str, Any]]) -> TreeShape:
     best = max(rows, key=lambda row: row["speedup"])
     if best["speedup"] < GAIN:
         return PLAIN
-    return TreeShape(best["nodes"], best["depth"], best["top_k"], best["gate"])
+    return _shape(best, best["gate"])
+
+
+def _shape(row: Mapping[str, Any], gate: float = 0.0) -> TreeShape:
+    return TreeShape(row["nodes"], row["depth"], row["top_k"], gate)
 
 
 def _key(target: Target, drafter: LoadedDrafter, batch: int) -> str:

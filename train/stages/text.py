@@ -13,6 +13,7 @@ from train.check import check_spans, marked
 from train.data import read_answers
 from train.datasets import open_dataset, write_dataset_prompts
 from train.features import extract
+from train.lines import resume
 from train.prompts import KEPT, MAX_TOKENS, write_own_prompts
 from train.run import Run, given
 from train.shelf import read_lines, shards
@@ -32,8 +33,10 @@ def prompts(run: Run) -> None:
             run.say(f"{skipped} rows of {run.options.dataset} held no user turns")
         run.say(f"{len(read_prompts(path))} prompts in {path}")
         return
-    hours = count / KEPT * MAX_TOKENS / _rate(run, 64) / 3600
-    run.say(f"the target writes {count} prompts: up to {hours:.1f} hours")
+    left = count - len(resume(run.path("prompts.jsonl")))
+    if left > 0:
+        hours = left / KEPT * MAX_TOKENS / _rate(run, 64) / 3600
+        run.say(f"the target writes {left} prompts: up to {hours:.1f} hours")
     with run.bar("prompts") as bar:
         write_own_prompts(run.target, run.path("prompts.jsonl"), count, bar)
     run.say(f"{count} prompts in {run.path('prompts.jsonl')}")
