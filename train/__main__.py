@@ -72,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
         ("steps", "unrolled steps"),
         ("feature_weight", "of the feature regression"),
         ("token_weight", "of the soft cross-entropy"),
+        ("variation_weight", "of the total variation"),
         ("noise", "uniform disturbance of what the head reads, by its root mean square"),
     ):
         default = getattr(Objective, name)

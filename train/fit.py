@@ -162,7 +162,8 @@ def _ratios(prefix: str, parts: dict, steps: int) -> dict[str, float]:
     """Means by unrolled step; not a number where a step was not trained yet."""
     weights = np.asarray(parts["supervised"])
     row = {}
-    for name, sums in (("acceptance", "hits"), ("feature_loss",) * 2, ("token_loss",) * 2):
+    for name in ("acceptance", "overlap", "feature_loss", "token_loss"):
+        sums = "hits" if name == "acceptance" else name
         means = np.asarray(parts[sums]) / np.maximum(weights, 1.0)
         for step in range(steps):
             value = float(means[step]) if step < len(means) else float("nan")

@@ -21,6 +21,7 @@ from flax import struct
 
 from eagle_jax.drafters.feature import Head
 from eagle_jax.nn.attention import Visible
+from train.score import score
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +33,19 @@ class Objective:
       step_decay: weight of step s is step_decay ** s.
       feature_weight: of the SmoothL1 regression.
       token_weight: of the soft cross-entropy.
+      variation_weight: of the total variation between the draft's distribution and the target's,
+        whose complement is the chance that an independent draft is accepted.
       noise: what the head reads is disturbed by a uniform draw from [-noise, noise] times the root
         mean square of its row.
-      remat: compute the logits of each step again in the backward pass instead of keeping them:
-        saves `[B, T, draft_vocab]` floats a step, and costs about a sixth of a step's time.
+      remat: compute each unrolled step of the head again in the backward pass instead of keeping
+        what it computed: less memory, slower steps.
     """
 
     steps: int = 2
     step_decay: float = 0.8
     feature_weight: float = 0.3
     token_weight: float = 1.0
+    variation_weight: float = 0.0
     noise: float = 0.1
     remat: bool = False
 
@@ -85,13 +89,19 @@ class Frozen:
 
 
 def unroll(
-    head: Head, frozen: Frozen, batch: Batch, steps: int, noise: jax.Array | None = None
+    head: Head,
+    frozen: Frozen,
+    batch: Batch,
+    steps: int,
+    noise: jax.Array | None = None,
+    remat: bool = False,
 ) -> Iterator[tuple[jax.Array, jax.Array]]:
     """Runs the head as it drafts, from every row at once.
 
     Args:
       noise: of the shape of what the head reads; that is disturbed by noise times the root mean
         square of each row. None leaves it undisturbed.
+      remat: see `Objective`.
 
     Yields:
       For each step s: the LM head's input `[B, T, hidden]`, from which row t drafts token
@@ -107,8 +117,9 @@ def unroll(
     diagonal = jnp.broadcast_to(rows[:, None] == rows, visible.shape)
     length = jnp.zeros(len(batch.tokens), jnp.int32)
     earlier = None
+    run = jax.checkpoint(head.__call__) if remat else head
     for step in range(steps):
-        inputs, earlier = head(
+        inputs, earlier = run(
             frozen.embed[ahead(batch.tokens, step + 1)],
             inputs,
             batch.position + step,
@@ -152,8 +163,8 @@ def objective(
         of a larger one; its own by default.
 
     Returns:
-      The scalar loss, and sums by step in float32: `hits` (the draft's best token is the target's),
-      `supervised` (weight of the rows), `feature_loss`, `token_loss`; each `[steps]`.
+      The scalar loss, and sums by step in float32: `supervised` (weight of the rows),
+      `feature_loss`, and those of `Scores`; each `[steps]`.
     """
     noise = None
     if key is not None:
@@ -163,38 +174,39 @@ def objective(
         )
     if whole is None:
         whole = supervised(batch, weights.steps)
-    teacher = _log_probs(batch.features, frozen.head_rows)
-    rows = scoring_rows(head, frozen)
-    step_loss = jax.checkpoint(_step_sums) if weights.remat else _step_sums
-    total, parts = 0.0, []
-    for step, (read, weight) in enumerate(unroll(head, frozen, batch, weights.steps, noise)):
-        wanted = ahead(batch.features, step + 1)
-        sums = step_loss(read, wanted, ahead(teacher, step + 1), weight, rows)
-        loss = (
-            weights.feature_weight * sums["feature_loss"]
-            + weights.token_weight * sums["token_loss"]
-        )
-        total += weights.step_decay**step * loss / jnp.maximum(whole[step], 1.0)
-        parts.append(sums)
-    return total, {name: jnp.stack([part[name] for part in parts]) for name in parts[0]}
-
-
-def _log_probs(features: jax.Array, rows: jax.Array) -> jax.Array:
-    return jax.nn.log_softmax((features @ rows.T).astype(jnp.float32))
-
-
-def _step_sums(predicted, wanted, teacher, weight, rows) -> dict[str, jax.Array]:
-    difference = jnp.abs(predicted - wanted).astype(jnp.float32)
-    smooth = jnp.where(difference < 1, 0.5 * difference**2, difference - 0.5).mean(axis=-1)
-    log_probs = _log_probs(predicted, rows)
-    cross = -(jnp.exp(teacher) * log_probs).sum(axis=-1)
-    hit = jnp.argmax(log_probs, axis=-1) == jnp.argmax(teacher, axis=-1)
-    return {
-        "hits": (weight * hit).sum(),
-        "supervised": weight.sum(),
-        "feature_loss": (weight * smooth).sum(),
-        "token_loss": (weight * cross).sum(),
+    reads, held, regression = [], [], []
+    for step, (read, weight) in enumerate(
+        unroll(head, frozen, batch, weights.steps, noise, weights.remat)
+    ):
+        reads.append(read)
+        held.append(weight)
+        regression.append((weight * _smooth(read, ahead(batch.features, step + 1))).sum())
+    decay = weights.step_decay ** jnp.arange(weights.steps) / jnp.maximum(whole, 1.0)
+    factors = jnp.stack([weights.token_weight * decay, weights.variation_weight * decay], axis=1)
+    loss, scores = score(
+        tuple(reads),
+        scoring_rows(head, frozen),
+        batch.features,
+        frozen.head_rows,
+        jnp.stack(held),
+        factors,
+        head.lm_head is not None,
+    )
+    feature_loss = jnp.stack(regression)
+    parts = {
+        "supervised": supervised(batch, weights.steps),
+        "feature_loss": feature_loss,
+        "hits": scores.hits,
+        "token_loss": scores.token_loss,
+        "overlap": scores.overlap,
     }
+    return loss + weights.feature_weight * (decay * feature_loss).sum(), parts
+
+
+def _smooth(predicted: jax.Array, wanted: jax.Array) -> jax.Array:
+    """SmoothL1 of features `[B, T, hidden]`, averaged over them: `[B, T]` float32."""
+    difference = jnp.abs(predicted - wanted).astype(jnp.float32)
+    return jnp.where(difference < 1, 0.5 * difference**2, difference - 0.5).mean(axis=-1)
 
 
 def ahead(x: jax.Array, by: int, fill: int = 0) -> jax.Array:
