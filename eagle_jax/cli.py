@@ -58,6 +58,11 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--seed", type=int, default=0)
     bench.add_argument("--max-new-tokens", type=int, default=128)
     bench.add_argument("--runs", type=int, default=3, help="timed runs of each kind a prompt")
+    bench.add_argument(
+        "--uncoupled",
+        action="store_true",
+        help="draft without the noise that the target draws with, to see what sharing it gains",
+    )
     bench.add_argument("--limit", type=int, help="use the first prompts only")
     bench.add_argument("--json", type=Path, help="write the report here")
     bench.add_argument(
@@ -247,6 +252,10 @@ def _bench(arguments: argparse.Namespace) -> int:
     sampling = Sampling(arguments.temperature)
     prompts = read_prompts(arguments.prompts)[: arguments.limit]
     target, drafter, tree = _load(arguments)
+    if arguments.uncoupled:
+        if drafter is None or not hasattr(drafter.module, "coupled"):
+            raise InputError(f"--uncoupled needs a head, got --drafter {arguments.drafter}")
+        drafter.module.coupled = False
     report = bench(
         target,
         drafter,

@@ -80,6 +80,16 @@ class Draw:
         """
         if self.noise is None:
             return logits
+        if isinstance(depth, int):
+            noise = self.noise[:, depth, None]
+        else:
+            noise = jnp.take_along_axis(self.noise, depth[..., None], axis=1)
+        return self.process(logits) + (noise if ids is None else noise[..., ids])
+
+    def process(self, logits: jax.Array) -> jax.Array:
+        """Logits `[B, N, V]` float32 after temperature, top_k and top_p; greedy rows unchanged."""
+        if self.noise is None:
+            return logits
         sampler = self.sampler
         temperature = sampler.temperature[:, None, None]
         logits = logits / jnp.where(temperature > 0, temperature, 1.0)
@@ -87,11 +97,7 @@ class Draw:
             greedy = temperature[..., 0] <= 0
             logits = keep_top_k(logits, jnp.where(greedy, 0, sampler.top_k[:, None]))
             logits = keep_top_p(logits, jnp.where(greedy, 1.0, sampler.top_p[:, None]))
-        if isinstance(depth, int):
-            noise = self.noise[:, depth, None]
-        else:
-            noise = jnp.take_along_axis(self.noise, depth[..., None], axis=1)
-        return logits + (noise if ids is None else noise[..., ids])
+        return logits
 
     def choose(self, logits: jax.Array, depth: int | jax.Array) -> jax.Array:
         """The token drawn at each node: `[B, N]` int32 for logits `[B, N, V]`; see `perturb`."""

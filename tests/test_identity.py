@@ -70,6 +70,20 @@ def test_seed_changes_samples_and_repeats(target):
     assert one != other
 
 
+def test_sharing_the_noise_changes_tau_and_not_the_tokens(target):
+    """Logits of a random head say little, so its guesses live by the noise."""
+    options = {"max_new_tokens": 40, "sampling": Sampling(8.0), "seed": [1, 2, 3]}
+    expected = generate(target, None, PROMPTS, **options).tokens
+    tau = {}
+    for coupled in (True, False):
+        drafter = tiny_drafter(target, method="eagle3")
+        drafter.module.coupled = coupled
+        run = generate(target, drafter, PROMPTS, tree=CHAIN, **options)
+        assert run.tokens == expected
+        tau[coupled] = run.stats.tau
+    assert tau[True] > 1.3 * tau[False]
+
+
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_full_and_reduced_draft_vocabulary(target, plain, method):
     full = tiny_drafter(target, seed=3, method=method)

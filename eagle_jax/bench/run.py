@@ -81,6 +81,7 @@ def bench(
     report["target"] = target.name
     report["settings"] = {"max_new_tokens": max_new_tokens, "runs": runs, "seed": seed}
     report["settings"]["temperature"] = sampling.temperature
+    report["settings"]["coupled"] = getattr(drafter and drafter.module, "coupled", True)
     report["compile_s"] = compile_s
     report |= parts
     report |= _where()

@@ -81,6 +81,11 @@ class FeatureDrafter(nnx.Module):
 
     It scores with the head's own LM head, or with the rows of the target's that belong to the draft
     vocabulary.
+
+    Attributes:
+      coupled: the drafter ranks its candidates with the noise that the target will draw with, which
+        guesses the draw far more often than ranking by probability alone. What is drawn does not
+        depend on it.
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class FeatureDrafter(nnx.Module):
           draft_ids: `[draft_vocab]` int32 target id of each row; None for the full vocabulary.
         """
         self.method, self.taps = head.method, head.config.taps
+        self.coupled = True
         self.head = head
         self.embed = embed
         self.head_rows = None if head_rows is None else nnx.Param(head_rows)
@@ -182,7 +188,8 @@ class FeatureDrafter(nnx.Module):
 
     def _expand(self, logits: jax.Array, draw: Draw, depth: int) -> Expansion:
         ids = None if self.draft_ids is None else self.draft_ids[...]
-        return Expansion(jax.nn.log_softmax(draw.perturb(logits, depth, ids)), ids)
+        scores = draw.perturb(logits, depth, ids) if self.coupled else draw.process(logits)
+        return Expansion(jax.nn.log_softmax(scores), ids)
 
 
 def _causal(shape: tuple[int, int]) -> jax.Array:
