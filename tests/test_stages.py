@@ -139,14 +139,16 @@ def test_a_fit_killed_at_any_moment_ends_with_the_same_head(trained, tmp_path):
     assert weights == (out / "head" / "model.safetensors").read_bytes()
 
 
-def test_a_fit_goes_on_from_a_head(trained, tmp_path):
+def test_a_fit_goes_on_from_a_head(trained, tmp_path, capsys):
     """With a rate of zero, the head that comes out is the one that went in."""
     out, options = trained
     later = tmp_path / "later"
     later.mkdir()
     (later / "answers").symlink_to(out / "answers")
     more = ["fit", *options, "--out", str(later), "--start", str(out / "head")]
+    more += ["--max-length", "24"]
     assert main([*more, "--epochs", "1", "--learning-rate", "0"]) == 0
+    assert "conversations are longer than --max-length 24 and were cut" in capsys.readouterr().out
     old, new = (load_file(folder / "head" / "model.safetensors") for folder in (out, later))
     assert old.keys() == new.keys()
     for name, array in old.items():
@@ -204,6 +206,8 @@ def test_the_target_writes_prompts_for_itself(folder, tmp_path):
         ["--temperatures", "-1"],
         ["--prompts", "missing.jsonl"],
         ["--answers", "missing.jsonl"],
+        ["--own-lm-head", "--method", "eagle"],
+        ["--own-lm-head", "--start", "auto"],
     ],
     ids=" ".join,
 )
@@ -284,3 +288,21 @@ def test_a_shelf_of_another_width_is_refused(trained):
     out, _ = trained
     with pytest.raises(FormatError, match="do not|--taps"):
         open_shelf(out / "answers", 61, 40, 32)
+
+
+@pytest.mark.parametrize("features", ["live", "first-epoch"])
+def test_features_during_the_fit_train_as_recorded_ones_do(trained, tmp_path, features, capsys):
+    out, options = trained
+    options = [*options, "--out", str(tmp_path / "out"), "--features", features]
+    for stage in ("answers", "fit", "evaluate"):
+        assert main([stage, *options]) == 0
+    assert read_lines(tmp_path / "out" / "answers") == read_lines(out / "answers")
+    files = (tmp_path / "out" / "answers").glob("*.f16")
+    assert sum(file.stat().st_size for file in files) == 0
+    assert (tmp_path / "out" / "features").exists() == (features == "first-epoch")
+    here, there = (read_metrics(at / "fit" / "metrics.csv")[-1] for at in (tmp_path / "out", out))
+    assert here["valid_token_loss_1"] == pytest.approx(there["valid_token_loss_1"], rel=0.02)
+    # The folder's answers came without features, so a fit that reads them is refused, not misled.
+    assert main(["answers", *options, "--features", "cached"]) == 2
+    assert "choose another folder" in capsys.readouterr().err
+    assert read_lines(tmp_path / "out" / "answers") == read_lines(out / "answers")

@@ -284,6 +284,7 @@ def test_answers_are_read_and_checked(tmp_path):
         out.write(json.dumps({"prompt": [1] * 9, "out": [3, 4]}) + "\n")
     samples = read_answers([good], 61, max_length=6)
     assert [s.tokens.tolist() for s in samples] == [[1, 2, 3, 4, 5]]
+    assert [s.cut for s in read_answers([good], 61, max_length=4)] == [1]
     for line in ('{"prompt": [1]}', "[]", "{", '{"prompt": [1], "out": [99, 1]}'):
         bad = tmp_path / "bad.jsonl"
         bad.write_text(line + "\n")

@@ -44,6 +44,12 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--max-new-tokens", type=int, default=192, help="of an answer")
     data.add_argument("--rows", type=int, default=64, help="answers decoded side by side")
     data.add_argument("--max-length", type=int, default=512, help="longer conversations are cut")
+    data.add_argument(
+        "--features",
+        choices=["cached", "first-epoch", "live"],
+        default="cached",
+        help="on disk before the fit (default), kept from its first epoch on, or never kept",
+    )
     data.add_argument("--prompt-weight", type=float, default=0.5, help="loss weight of prompts")
 
     data.add_argument("--held-out", type=float, default=0.03, help="share kept for evaluation")
@@ -52,6 +58,12 @@ def parser() -> argparse.ArgumentParser:
     head.add_argument("--method", choices=sorted(HEADS), default="eagle3")
     head.add_argument("--start", help="head to go on from: `auto` (the shipped one) or a folder")
     head.add_argument("--draft-vocab", type=int, default=8192, help="ids that the head can draft")
+
+    head.add_argument(
+        "--own-lm-head",
+        action="store_true",
+        help="an EAGLE-3 head trains an LM head of its own, which starts as the target's rows",
+    )
 
     fit = p.add_argument_group("fit")
     for name, text in (
@@ -119,6 +131,10 @@ def _check(options: argparse.Namespace) -> None:
         raise InputError(f"temperatures must be 0 or more, got {options.temperatures}")
     if not 0 < options.held_out < 1:
         raise InputError(f"--held-out must lie between 0 and 1, got {options.held_out}")
+    if options.own_lm_head and options.method != "eagle3":
+        raise InputError("--own-lm-head needs --method eagle3; an EAGLE-1 head uses the target's")
+    if options.own_lm_head and options.start:
+        raise InputError("--own-lm-head is for new heads; --start goes on with the head as it is")
     if options.max_length < 8:
         raise InputError(f"--max-length must be at least 8, got {options.max_length}")
 

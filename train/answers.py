@@ -12,6 +12,7 @@ import numpy as np
 
 from eagle_jax.config import PLAIN, Sampling
 from eagle_jax.decode.engine import Engine
+from eagle_jax.drafters.none import NoDrafter
 from eagle_jax.target.load import Target
 from train.record import Recorder
 from train.shelf import Shelf
@@ -33,8 +34,8 @@ class Answered:
 
     Attributes:
       out: `[T]` token ids that the target wrote, the end of sequence included.
-      signals: `[prompt + T - 1, ...]` float16: features and taps of all tokens but the last, which
-        was drawn and never run.
+      signals: `[prompt + T - 1, width]` float16: features and taps of all tokens but the last,
+        which was drawn and never run; a width of 0 where they are not recorded.
     """
 
     question: Question
@@ -45,7 +46,7 @@ class Answered:
 def answer(
     target: Target,
     questions: Sequence[Question],
-    taps: Sequence[int],
+    taps: Sequence[int] | None,
     max_new_tokens: int,
     rows: int = 64,
     refill: int = 8,
@@ -53,10 +54,12 @@ def answer(
     """Answers all questions of one temperature, in no certain order.
 
     Args:
+      taps: layers whose input is recorded beside the features; None records nothing.
       rows: of the batch.
       refill: rows that finish before new ones take their places.
     """
-    engine = Engine(target.model, Recorder(target.model, taps), PLAIN)
+    recorder = NoDrafter() if taps is None else Recorder(target.model, taps)
+    engine = Engine(target.model, recorder, PLAIN)
     sampling = Sampling(questions[0].temperature)
     # Neighbours of like length share a prefill; sorted from long to short, so that a lack of memory
     # shows at once.
@@ -89,11 +92,11 @@ def answer(
         tokens, length = np.asarray(state.tokens), np.asarray(state.length)
         for row in finished:
             question = seats[row]
-            yield Answered(
-                question,
-                tokens[row, len(question.prompt) : length[row] + 1].tolist(),
-                np.asarray(state.drafter[row, : length[row]]),
-            )
+            out = tokens[row, len(question.prompt) : length[row] + 1].tolist()
+            signals = np.zeros((length[row], 0), np.float16)
+            if taps is not None:
+                signals = np.asarray(state.drafter[row, : length[row]])
+            yield Answered(question, out, signals)
             seats[row] = None
         while waiting and (free := [r for r, seat in enumerate(seats) if seat is None]):
             new = take(min(refill, len(free)))
@@ -118,7 +121,7 @@ def write_answers(
     target: Target,
     questions: Sequence[Question],
     folder: Path,
-    taps: Sequence[int],
+    taps: Sequence[int] | None,
     max_new_tokens: int,
     progress: Callable[[int, int, int], None] = lambda done, of, tokens: None,
     **batch: int,
@@ -128,7 +131,8 @@ def write_answers(
     `progress` is called with (rows done, rows in all, tokens on the shelf); `batch` are the
     options `rows` and `refill` of `answer`.
     """
-    shelf = Shelf(folder, (1 + len(taps)) * target.config.hidden_size)
+    width = 0 if taps is None else (1 + len(taps)) * target.config.hidden_size
+    shelf = Shelf(folder, width)
     left = [q for q in questions if q.id not in shelf.done]
     for part in _alike(left):
         for answered in answer(target, part, taps, max_new_tokens, **batch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 
 from train.data import Packed
@@ -25,22 +26,29 @@ class Corpus:
 
         Sizes are medians over positions, since attention sinks are a hundred times larger.
         """
-        rows = np.arange(min(positions, len(self.tokens)))
-        taps = self.features[rows][:, self.hidden :]
+        rows = np.arange(min(len(self), -(-positions // self.packed.source.shape[1])))
+        real = self.packed.source[rows] >= 0
+        taps = np.asarray(self.signals(rows))[real][:, self.hidden :]
         count = taps.shape[1] // self.hidden
         taps = taps.astype(np.float32).reshape(len(taps), count, self.hidden)
         size = np.median(np.sqrt((taps**2).mean(axis=2)), axis=0)
         return np.repeat(size[-1:] / np.maximum(size, 1e-6), self.hidden).astype(np.float32)
 
-    def batch(self, rows: np.ndarray) -> Batch:
+    def signals(self, rows: np.ndarray) -> np.ndarray | jax.Array:
+        """`[B, T, (1 + len(taps)) * hidden]` float32: features and taps of packed rows `[B]`, 0
+        where they are padding."""
         source = self.packed.source[rows]
-        real = source >= 0
-        at, hidden = np.maximum(source, 0), self.hidden
-        signals = np.where(real[..., None], self.features[at], 0).astype(np.float32)
+        values = self.features[np.maximum(source, 0)].astype(np.float32)
+        values[source < 0] = 0
+        return values
+
+    def batch(self, rows: np.ndarray) -> Batch:
+        source, signals = self.packed.source[rows], self.signals(rows)
+        tokens = np.where(source >= 0, self.tokens[np.maximum(source, 0)], 0)
         return Batch(
-            tokens=np.where(real, self.tokens[at], 0).astype(np.int32),
-            features=signals[..., :hidden],
-            taps=signals[..., hidden:],
+            tokens=tokens.astype(np.int32),
+            features=signals[..., : self.hidden],
+            taps=signals[..., self.hidden :],
             document=self.packed.document[rows],
             position=self.packed.position[rows],
             weight=self.packed.weight[rows],

@@ -22,12 +22,14 @@ class Sample:
       answer_start: index of the answer's first token.
       greedy: the target wrote the answer at temperature 0.
       start: where its tokens and features lie in their store.
+      cut: tokens of the conversation that were left out at its end.
     """
 
     tokens: np.ndarray
     answer_start: int
     greedy: bool = False
     start: int = 0
+    cut: int = 0
 
 
 def read_answers(
@@ -63,7 +65,9 @@ def read_answers(
                         f"{path}, line {number}: token ids must lie in [0, {vocab_size})"
                     )
                 if all or (len(tokens) >= len(prompt) + 2 and prompt):
-                    samples.append(Sample(tokens, len(prompt), row.get("temp") == 0))
+                    cut = len(prompt) + len(out) - len(tokens)
+                    greedy = row.get("temp") == 0
+                    samples.append(Sample(tokens, len(prompt), greedy, cut=cut))
     if not samples:
         raise InputError(f"no usable answers in {[str(p) for p in paths]}")
     return samples

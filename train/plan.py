@@ -106,7 +106,10 @@ class Plan:
 
     def shared(self, batches: list[Batch], dtype) -> Batch:
         """Batches stacked, their rows divided among the devices."""
-        stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
+        # What the target computed just now stays on its device.
+        stacked = jax.tree.map(
+            lambda *x: (jnp if isinstance(x[0], jax.Array) else np).stack(x), *batches
+        )
         return self._put(stacked, dtype, jax.sharding.PartitionSpec(None, "data"))
 
     def _put(self, tree, dtype, spec):

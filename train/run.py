@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from eagle_jax.target.load import Target, load_target
 from train.corpus import Corpus
 from train.data import Sample, pack, read_answers
 from train.features import extract
+from train.live import FirstEpochCorpus, LiveCorpus
 from train.shelf import shards
 from train.store import Store, join, lay_out, open_shelf
 
@@ -41,8 +43,14 @@ class Run:
         return default_taps(self.target.config.num_layers)
 
     @property
+    def cached(self) -> bool:
+        """Whether features are computed before the fit, and lie on disk token by token."""
+        return self.options.features == "cached"
+
+    @property
     def width(self) -> int:
-        return (1 + len(self.taps)) * self.target.config.hidden_size
+        """Values of a token that are recorded with its answer."""
+        return 0 if not self.cached else (1 + len(self.taps)) * self.target.config.hidden_size
 
     def path(self, name: str) -> Path:
         return self.options.out / name
@@ -69,7 +77,10 @@ def open_store(run: Run) -> Store:
     stores, options = [], run.options
     if options.answers:
         samples = given(run)
-        found = extract(run.target.model, samples, run.path("features"), run.taps)
+        if run.cached:
+            found = extract(run.target.model, samples, run.path("features"), run.taps)
+        else:
+            found = np.zeros((sum(len(sample.tokens) for sample in samples), 0), np.float16)
         stores.append(lay_out(samples, found))
     if shards(run.path("answers")):
         vocab = run.target.config.vocab_size
@@ -93,6 +104,15 @@ def split(samples: list[Sample], seed: int, share: float = 0.03) -> tuple[np.nda
 
 
 def corpus_of(run: Run, store: Store, chosen, prompt_weight: float) -> Corpus:
-    eos = run.target.eos
-    packed = pack(store.samples, run.options.max_length, prompt_weight, eos, chosen)
-    return Corpus(packed, store, run.target.config.hidden_size)
+    """Packed rows of the chosen samples, and their features by way of `--features`."""
+    options, model = run.options, run.target.model
+    packed = pack(store.samples, options.max_length, prompt_weight, run.target.eos, chosen)
+    if run.cached:
+        return Corpus(packed, store, model.config.hidden_size)
+    if options.features == "live":
+        return LiveCorpus(packed, store, model, run.taps)
+    kept = (
+        run.path("features")
+        / f"rows-{hashlib.sha256(np.asarray(chosen).tobytes()).hexdigest()[:8]}"
+    )
+    return FirstEpochCorpus(packed, store, model, run.taps, kept)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from eagle_jax.errors import InputError
 from train.lines import resume
 
 SHARD = 1 << 18  # tokens, about; a file of features stays near a gigabyte
@@ -49,8 +50,22 @@ class Shelf:
         Args:
           width: values of a token's features and taps.
           shard: tokens after which a new shard begins.
+
+        Raises:
+          InputError: the folder holds rows with another width.
         """
         folder.mkdir(parents=True, exist_ok=True)
+        note = folder / "shelf.json"
+        if not note.is_file():
+            note.write_text(json.dumps({"width": width}) + "\n", encoding="utf-8")
+        held = json.loads(note.read_text(encoding="utf-8"))["width"]
+        if held != width:
+            # Files are cut to whole rows when they are opened: of another width, that would ruin
+            # them.
+            raise InputError(
+                f"{folder} holds answers with {held} values a token, expected {width}; go on with "
+                "the --features and the target it was begun with, or choose another folder"
+            )
         self.folder, self.width, self.shard = folder, width, shard
         self.done: set[str] = set()
         self.tokens = self._here = 0

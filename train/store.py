@@ -89,9 +89,16 @@ def _open_shard(lines: Path, data: Path, vocab_size: int, max_length: int, width
             f"{data}: expected {count} tokens of {width} values ({count * width * 2} bytes), found "
             f"{found} bytes; were the answers written with other --taps?"
         )
-    store = lay_out(whole, np.memmap(data, np.float16, "r", shape=(count, width)))
+    values = np.zeros((count, 0), np.float16)  # an empty file cannot be mapped
+    if found:
+        values = np.memmap(data, np.float16, "r", shape=(count, width))
+    store = lay_out(whole, values)
     cut = [
-        dataclasses.replace(sample, tokens=sample.tokens[:max_length])
+        dataclasses.replace(
+            sample,
+            tokens=sample.tokens[:max_length],
+            cut=max(0, len(sample.tokens) - max_length),
+        )
         for sample in store.samples
         if len(sample.tokens[:max_length]) >= sample.answer_start + 2
     ]

@@ -32,6 +32,12 @@ DEPTH = 4  # of the chains that are evaluated
 def fit_head(run: Run) -> None:
     """Fits a head and writes it to `head/`."""
     options, target, store = run.options, run.target, open_store(run)
+    cut = [sample.cut for sample in store.samples if sample.cut]
+    if cut:
+        run.say(
+            f"{len(cut)} of {len(store.samples)} conversations are longer than --max-length "
+            f"{options.max_length} and were cut, {sum(cut)} tokens in all"
+        )
     chosen, held = split(store.samples, options.seed, options.held_out)
     train = corpus_of(run, store, chosen, options.prompt_weight)
     valid = corpus_of(run, store, held, 0.0)
@@ -73,6 +79,7 @@ def _beginning(run: Run, store: Store, chosen: np.ndarray, train: Corpus):
     taps = run.taps if options.method == "eagle3" else ()
     if not options.start:
         config = DrafterConfig.like(target.config, options.draft_vocab, taps)
+        config = dataclasses.replace(config, own_lm_head=options.own_lm_head)
         return initial_head(target.model, config, options.seed, counted), counted
     module = load_drafter(options.start, target).module
     head, config = module.head, module.head.config

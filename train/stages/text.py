@@ -81,7 +81,7 @@ def answers(run: Run) -> None:
                 target,
                 questions,
                 folder,
-                run.taps,
+                run.taps if run.cached else None,
                 budget,
                 lambda done, of, tokens, bar=bar: bar(done, of),
                 rows=options.rows,
@@ -135,6 +135,9 @@ def check(run: Run) -> None:
 
 def features(run: Run) -> None:
     """Computes the target's features of answers that were given as files."""
+    if not run.cached:
+        run.say("features: computed while the head is fitted")
+        return
     if not run.options.answers:
         run.say("features: recorded with the answers")
         return
