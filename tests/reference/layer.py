@@ -1,0 +1,72 @@
+"""The parts of a Llama layer: RMSNorm, rotary positions, causal attention, SwiGLU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What a layer's weights alone do not tell."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+
+
+def linear(weights: dict, name: str, x: np.ndarray) -> np.ndarray:
+    """x [T, in] times the named weight [out, in], plus its bias where there is one."""
+    out = x @ weights[f"{name}.weight"].astype(np.float64).T
+    bias = weights.get(f"{name}.bias")
+    return out if bias is None else out + bias
+
+
+def rms_norm(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * scale
+
+
+def rotate(x: np.ndarray, position: int, theta: float) -> np.ndarray:
+    """One vector [head_dim] at its position: component i turns together with i + head_dim / 2."""
+    half = len(x) // 2
+    out = np.empty_like(x)
+    for i in range(half):
+        angle = position * theta ** (-2 * i / len(x))
+        out[i] = x[i] * np.cos(angle) - x[i + half] * np.sin(angle)
+        out[i + half] = x[i + half] * np.cos(angle) + x[i] * np.sin(angle)
+    return out
+
+
+def attention(weights: dict, prefix: str, x: np.ndarray, sizes: Sizes) -> np.ndarray:
+    """Causal grouped-query attention of x [T, in] on itself; row t sits at position t."""
+    length = len(x)
+    q = linear(weights, f"{prefix}.q_proj", x).reshape(length, sizes.num_heads, sizes.head_dim)
+    k = linear(weights, f"{prefix}.k_proj", x).reshape(length, sizes.num_kv_heads, sizes.head_dim)
+    v = linear(weights, f"{prefix}.v_proj", x).reshape(length, sizes.num_kv_heads, sizes.head_dim)
+    out = np.empty_like(q)
+    for head in range(sizes.num_heads):
+        group = head // (sizes.num_heads // sizes.num_kv_heads)
+        queries = np.stack([rotate(q[t, head], t, sizes.rope_theta) for t in range(length)])
+        keys = np.stack([rotate(k[t, group], t, sizes.rope_theta) for t in range(length)])
+        for t in range(length):
+            score = keys[: t + 1] @ queries[t] / np.sqrt(sizes.head_dim)
+            weight = np.exp(score - score.max())
+            out[t, head] = weight @ v[: t + 1, group] / weight.sum()
+    return linear(weights, f"{prefix}.o_proj", out.reshape(length, -1))
+
+
+def swiglu(weights: dict, prefix: str, x: np.ndarray) -> np.ndarray:
+    gate = linear(weights, f"{prefix}.gate_proj", x)
+    return linear(
+        weights,
+        f"{prefix}.down_proj",
+        gate / (1 + np.exp(-gate)) * linear(weights, f"{prefix}.up_proj", x),
+    )
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
