@@ -11,30 +11,48 @@ from reference.tree import Tree, propose
 
 # Tokens [T] to logits [T, V] and features [T, F].
 TargetFunction = Callable[[list[int]], tuple[np.ndarray, np.ndarray]]
-# The logits [V] of a position, and that position, to its token.
-Choice = Callable[[np.ndarray, int], int]
 
 
-def greedy(logits: np.ndarray, position: int) -> int:
-    return int(np.argmax(logits))
+@dataclasses.dataclass
+class Draw:
+    """How a token is chosen: greedily, or by the Gumbel-max trick with given noise.
 
+    Attributes:
+      noise: [positions, V], or None for greedy.
+      temperature, top_k, top_p: the distribution is softmax(logits / temperature), cut to the
+        top_k most likely tokens (0: all), then to the fewest whose probability reaches top_p.
+      margin: the smallest lead by which any token was chosen so far.
+    """
 
-def gumbel(noise: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Choice:
-    """Draws by the Gumbel-max trick with given noise [positions, V]: softmax(logits / T) cut to
-    the top_k most likely tokens, then to the fewest whose probability reaches top_p."""
+    noise: np.ndarray | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    margin: float = np.inf
 
-    def choose(logits: np.ndarray, position: int) -> int:
-        scaled = logits / temperature
+    def perturb(
+        self, logits: np.ndarray, position: int, ids: np.ndarray | slice = slice(None)
+    ) -> np.ndarray:
+        """Scores [V] of a position, whose best is the token; `ids` names the logits' tokens."""
+        if self.noise is None:
+            return logits
+        scaled = logits / self.temperature
         order = np.argsort(-scaled, kind="stable")
-        if top_k:
-            order = order[:top_k]
+        if self.top_k:
+            order = order[: self.top_k]
         probability = np.exp(scaled[order] - scaled[order[0]])
-        probability /= probability.sum()
-        reached = np.cumsum(probability) >= top_p
-        kept = order[: int(np.argmax(reached)) + 1] if reached.any() else order
-        return int(kept[np.argmax(scaled[kept] + noise[position, kept])])
+        reached = np.cumsum(probability / probability.sum()) >= self.top_p
+        if self.top_p < 1:
+            order = order[: int(np.argmax(reached)) + 1]
+        scores = np.full(len(logits), -np.inf)
+        scores[order] = (scaled + self.noise[position, ids])[order]
+        return scores
 
-    return choose
+    def choose(self, logits: np.ndarray, position: int) -> int:
+        scores = self.perturb(logits, position)
+        second, first = np.sort(scores)[-2:]
+        self.margin = min(self.margin, float(first - second))
+        return int(np.argmax(scores))
 
 
 @dataclasses.dataclass
@@ -46,7 +64,6 @@ class Answer:
       runs: tokens that each checking pass added before any cut, the target's own included.
       kept: the same after the cut.
       trees: the tree of each pass.
-      margin: the smallest lead by which a tree's choice was made.
     """
 
     tokens: list[int]
@@ -54,32 +71,24 @@ class Answer:
     kept: list[int]
     trees: list[Tree]
 
-    @property
-    def passes(self) -> int:
-        return len(self.runs)
-
-    @property
-    def margin(self) -> float:
-        return min((tree.margin for tree in self.trees), default=np.inf)
-
 
 def plain(
     target: TargetFunction,
     prompt: list[int],
     new_tokens: int,
-    choose: Choice = greedy,
+    draw: Draw,
     eos: Collection[int] = (),
 ) -> list[int]:
     """One token per pass: the definition of a right answer."""
     tokens = list(prompt)
     for _ in range(new_tokens):
-        tokens.append(choose(target(tokens)[0][-1], len(tokens)))
+        tokens.append(draw.choose(target(tokens)[0][-1], len(tokens)))
         if tokens[-1] in eos:
             break
     return tokens[len(prompt) :]
 
 
-def walk(target: TargetFunction, committed: list[int], tree: Tree, choose: Choice) -> list[int]:
+def walk(target: TargetFunction, committed: list[int], tree: Tree, draw: Draw) -> list[int]:
     """The drafts that the target agrees with, and the token that it says after them.
 
     At every node the target chooses once; a child with that token is descended to, and without
@@ -89,7 +98,7 @@ def walk(target: TargetFunction, committed: list[int], tree: Tree, choose: Choic
     node = 0
     while True:
         tokens = [*committed, tree.tokens[0], *tree.paths[node]]
-        said.append(choose(target(tokens)[0][-1], len(tokens)))
+        said.append(draw.choose(target(tokens)[0][-1], len(tokens)))
         below = [
             child
             for child in range(1, len(tree.tokens))
@@ -106,8 +115,9 @@ def speculative(
     prompt: list[int],
     shape: tuple[int, int, int],
     new_tokens: int,
-    choose: Choice = greedy,
+    draw: Draw,
     eos: Collection[int] = (),
+    coupled: bool = True,
 ) -> Answer:
     """Propose, verify along the tree, walk, commit (EAGLE-2) until an end token or the budget.
 
@@ -116,14 +126,16 @@ def speculative(
     Args:
       head: an `Eagle1` or `Eagle3`.
       shape: nodes (root included), depth below the root, top_k.
+      coupled: drafts are ranked with the noise that the target will draw with.
     """
     committed = list(prompt)
-    root = choose(target(committed)[0][-1], len(committed))
+    root = draw.choose(target(committed)[0][-1], len(committed))
     answer = Answer([root], [], [], [])
     while len(answer.tokens) < new_tokens and answer.tokens[-1] not in eos:
         _, features = target(committed)
-        tree = propose(head, features, [*committed[1:], root], *shape)
-        said = walk(target, committed, tree, choose)
+        perturb = draw.perturb if coupled and draw.noise is not None else None
+        tree = propose(head, features, [*committed[1:], root], *shape, perturb)
+        said = walk(target, committed, tree, draw)
         committed += [root, *said[:-1]]
         root = said[-1]
         kept = said[: new_tokens - len(answer.tokens)]

@@ -29,15 +29,18 @@ def rms_norm(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * scale
 
 
-def rotate(x: np.ndarray, position: int, theta: float) -> np.ndarray:
-    """One vector [head_dim] at its position: component i turns together with i + head_dim / 2."""
-    half = len(x) // 2
-    out = np.empty_like(x)
-    for i in range(half):
-        angle = position * theta ** (-2 * i / len(x))
-        out[i] = x[i] * np.cos(angle) - x[i + half] * np.sin(angle)
-        out[i + half] = x[i + half] * np.cos(angle) + x[i] * np.sin(angle)
-    return out
+def rotate(x: np.ndarray, theta: float) -> np.ndarray:
+    """Vectors [T, head_dim], row t at position t: component i turns together with i + half."""
+    half = x.shape[-1] // 2
+    angles = np.arange(len(x))[:, None] * theta ** (-np.arange(half) / half)
+    low, high = x[:, :half], x[:, half:]
+    return np.concatenate(
+        [
+            low * np.cos(angles) - high * np.sin(angles),
+            high * np.cos(angles) + low * np.sin(angles),
+        ],
+        axis=-1,
+    )
 
 
 def attention(weights: dict, prefix: str, x: np.ndarray, sizes: Sizes) -> np.ndarray:
@@ -49,8 +52,8 @@ def attention(weights: dict, prefix: str, x: np.ndarray, sizes: Sizes) -> np.nda
     out = np.empty_like(q)
     for head in range(sizes.num_heads):
         group = head // (sizes.num_heads // sizes.num_kv_heads)
-        queries = np.stack([rotate(q[t, head], t, sizes.rope_theta) for t in range(length)])
-        keys = np.stack([rotate(k[t, group], t, sizes.rope_theta) for t in range(length)])
+        queries = rotate(q[:, head], sizes.rope_theta)
+        keys = rotate(k[:, group], sizes.rope_theta)
         for t in range(length):
             score = keys[: t + 1] @ queries[t] / np.sqrt(sizes.head_dim)
             weight = np.exp(score - score.max())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -44,10 +45,15 @@ class _Candidate:
 def best(scores: list[np.float32], count: int) -> tuple[list[int], float]:
     """The indices of the `count` highest scores, equal ones in order of their index.
 
-    Returns also the lead of every chosen one over the next, at its smallest.
+    Returns also by how much every chosen one leads the next, at the smallest; scores that are
+    equal by construction (-inf, of tokens that sampling cuts) do not count.
     """
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
-    leads = [float(scores[a] - scores[b]) for a, b in zip(order[:count], order[1:], strict=False)]
+    leads = [
+        float(scores[a] - scores[b])
+        for a, b in zip(order[:count], order[1:], strict=False)
+        if np.isfinite(scores[b])
+    ]
     return order[:count], min(leads, default=np.inf)
 
 
@@ -98,34 +104,57 @@ def grow(
     return tree
 
 
-def follow(head, features: np.ndarray, tokens: list[int], path: Path) -> np.ndarray:
-    """Log-probabilities [Vd] of what follows a path below the root, by a plain causal pass.
+def continuations(head, features: np.ndarray, tokens: list[int]):
+    """What a head says below the root, by plain causal passes over prefix and path together.
 
     The head is fed its own output for every token of the path; no tree is involved.
 
     Args:
       features: the target's, of every committed token, [n, F].
       tokens: the tokens after those, the last being the root, [n].
+
+    Returns:
+      A function from a path of target ids below the root to the outputs [n + len(path), hd] and
+      the logits [Vd] of what follows.
     """
-    rows, tokens = head.fuse(features), list(tokens)
-    outputs, logits = head.forward(rows, tokens)
-    for token in path:
-        rows = np.concatenate([rows, outputs[-1:]])
-        tokens.append(token)
-        outputs, logits = head.forward(rows, tokens)
-    return log_softmax(logits[-1])
+
+    @functools.cache
+    def after(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        if path:
+            earlier, outputs, _ = after(path[:-1])
+            rows = np.concatenate([earlier, outputs[-1:]])
+        else:
+            rows = head.fuse(features)
+        outputs, logits = head.forward(rows, [*tokens, *path])
+        return rows, outputs, logits[-1]
+
+    return lambda path: after(path)[1:]
 
 
 def propose(
-    head, features: np.ndarray, tokens: list[int], nodes: int, depth: int, top_k: int
+    head,
+    features: np.ndarray,
+    tokens: list[int],
+    nodes: int,
+    depth: int,
+    top_k: int,
+    perturb: Callable[[np.ndarray, int, np.ndarray], np.ndarray] | None = None,
 ) -> Tree:
-    """The tree that a head drafts after the root, the last of `tokens`; see `follow`.
+    """The tree that a head drafts after the root, the last of `tokens`; see `continuations`.
 
     Choices are made among draft ids; the tokens of the tree are the target's ids.
+
+    Args:
+      perturb: what is done to draft logits [Vd] of a position, given the target's ids of the
+        columns, before they become scores (a Gumbel coupling); nothing by default.
     """
+    after = continuations(head, features, tokens)
 
     def log_probs(path: Path) -> np.ndarray:
-        return follow(head, features, tokens, tuple(int(head.ids[i]) for i in path))
+        _, logits = after(tuple(int(head.ids[i]) for i in path))
+        if perturb is not None:
+            logits = perturb(logits, len(tokens) + 1 + len(path), head.ids)
+        return log_softmax(logits)
 
     tree = grow(log_probs, tokens[-1], nodes, depth, top_k)
     tree.paths = [tuple(int(head.ids[i]) for i in path) for path in tree.paths]
