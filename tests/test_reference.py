@@ -202,12 +202,13 @@ def test_trees(pair, text, sizes):
 # Few tokens, so that random heads are right often enough for runs of every length.
 SMALL = dataclasses.replace(TINY, vocab_size=8)
 PROMPTS = [[1, 2, 3, 1, 5, 0, 7, 2, 4, 6, 3], [4], [5, 5, 6]]
-NEW_TOKENS, SEED = 22, 5
+NEW_TOKENS, SEED = 14, 5
+# Sampling, tree, tokens that end an answer.
 RUNS = {
-    "greedy": (Sampling(), (12, 3, 3)),
-    "chain": (Sampling(), (4, 3, 1)),
-    "sampled": (Sampling(temperature=0.8), (9, 4, 2)),
-    "filtered": (Sampling(temperature=1.2, top_k=5, top_p=0.9), (10, 2, 3)),
+    "greedy": (Sampling(), (12, 3, 3), ()),
+    "chain": (Sampling(), (4, 3, 1), ()),
+    "sampled": (Sampling(temperature=0.8), (9, 4, 2), (1,)),
+    "filtered": (Sampling(temperature=1.2, top_k=5, top_p=0.9), (10, 2, 3), ()),
 }
 
 
@@ -218,7 +219,7 @@ def small():
 
 @pytest.fixture(scope="module", params=["eagle", "eagle3"])
 def small_pair(request, small):
-    ours, drafter = make_pair(request.param, {}, small, draft_vocab_size=7, seed=1)
+    ours, drafter = make_pair(request.param, {}, small, draft_vocab_size=7, seed=4)
     weights = published_target(parameters(small.model), SMALL)
     return Target(weights, sizes_of(SMALL), SMALL.num_layers, drafter.module.taps), ours, drafter
 
@@ -232,11 +233,10 @@ def reference_draw(sampling: Sampling) -> Draw:
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("stops", [(), (6, 2)])
-def test_whole_runs(small, small_pair, run, stops):
+def test_whole_runs(small, small_pair, run):
     """Tokens, passes and tau of rows of different length in one batch."""
     target, ours, drafter = small_pair
-    sampling, sizes = RUNS[run]
+    sampling, sizes, stops = RUNS[run]
     found = generate(
         small,
         drafter,
@@ -265,5 +265,4 @@ def test_whole_runs(small, small_pair, run, stops):
         for run_length, kept in zip(answer.runs, answer.kept, strict=True):
             expected += [i < run_length - 1 for i in range(kept)]
         assert list(flags) == expected
-    if not stops:
-        assert {1, 2, 3} <= set(runs.tolist()), "the runs are too short to tell anything"
+    assert runs.min() == 1 and runs.max() > min(2, sizes[2]), "too few kinds of runs to tell"

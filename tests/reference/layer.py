@@ -54,10 +54,10 @@ def attention(weights: dict, prefix: str, x: np.ndarray, sizes: Sizes) -> np.nda
         group = head // (sizes.num_heads // sizes.num_kv_heads)
         queries = rotate(q[:, head], sizes.rope_theta)
         keys = rotate(k[:, group], sizes.rope_theta)
-        for t in range(length):
-            score = keys[: t + 1] @ queries[t] / np.sqrt(sizes.head_dim)
-            weight = np.exp(score - score.max())
-            out[t, head] = weight @ v[: t + 1, group] / weight.sum()
+        scores = queries @ keys.T / np.sqrt(sizes.head_dim)
+        scores[~np.tri(length, dtype=bool)] = -np.inf
+        share = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        out[:, head] = share @ v[:, group] / share.sum(axis=-1, keepdims=True)
     return linear(weights, f"{prefix}.o_proj", out.reshape(length, -1))
 
 

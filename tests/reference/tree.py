@@ -22,7 +22,8 @@ class Tree:
       ancestors: [N, N], row i marks i and everything above it.
       paths: tokens from below the root down to each node, that node included.
       scores: sum of log-probabilities on the path, float32 [N]; the root's is 0.
-      margin: the smallest lead by which any choice on the way was made.
+      margin: the smallest lead by which any choice on the way was made; a node's over its own
+        descendants does not count, for they never exceed it.
     """
 
     tokens: list[int]
@@ -87,11 +88,15 @@ def grow(
         margin = min(margin, lead)
         frontier = [level[i] for i in chosen]
 
-    chosen, lead = best([candidate.score for candidate in pool], nodes - 1)
-    kept = sorted(chosen)
+    ranked = sorted(pool, key=lambda candidate: (-candidate.score, candidate.flat_id))
+    kept = sorted(candidate.flat_id for candidate in ranked[: nodes - 1])
+    if nodes - 1 < len(pool):
+        last, out = ranked[nodes - 2 : nodes]
+        if np.isfinite(out.score) and out.path[: len(last.path)] != last.path:
+            margin = min(margin, float(last.score - out.score))
     place = {flat_id: i + 1 for i, flat_id in enumerate(kept)} | {-1: 0}
     tree = Tree([root], [0], [0], np.eye(nodes, dtype=bool), [()], [np.float32(0)], 0.0)
-    tree.margin = min(margin, lead)
+    tree.margin = margin
     for i, flat_id in enumerate(kept, start=1):
         node = pool[flat_id]
         parent = place[node.parent]
