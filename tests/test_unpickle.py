@@ -69,7 +69,8 @@ VALUES = np.arange(6, dtype=np.float32)
 @pytest.mark.parametrize("kind", STORAGES)
 def test_every_storage_type(tmp_path, kind):
     values = np.arange(6).astype(STORAGES[kind])
-    content = {"a": tensor(kind, "0", 6, 0, (2, 3), (3, 1)), "t": tensor(kind, "0", 6, 1, (2, 2), (1, 2))}  # fmt: skip
+    shapes = {"a": (0, (2, 3), (3, 1)), "t": (1, (2, 2), (1, 2))}
+    content = {name: tensor(kind, "0", 6, *shape) for name, shape in shapes.items()}
     found = read_bin(write(tmp_path / "x.bin", content, {"0": values.tobytes()}))
     assert found["a"].dtype == STORAGES[kind]
     np.testing.assert_array_equal(found["a"], values.reshape(2, 3))
