@@ -28,18 +28,27 @@ from eagle_jax.sampling import Sampler, gumbel
 from eagle_jax.tiny import TINY, tiny_target
 from eagle_jax.tree import grow
 
+WIDER = {"hidden_size": 48, "target_hidden_size": TINY.hidden_size, "own_embed": True}
 # A method, and fields of `DrafterConfig` that differ from a head like the target.
 VARIANTS = {
     "eagle": ("eagle", {}),
     "eagle, no bias": ("eagle", {"fc_bias": False}),
     "eagle, head_dim": ("eagle", {"head_dim": 12, "num_kv_heads": 1}),
     "eagle, rope": ("eagle", {"rope_theta": 500.0, "norm_eps": 1e-2}),
+    "eagle, qkv bias": ("eagle", {"qkv_bias": True}),
+    "eagle, own embedding": ("eagle", {"own_embed": True}),
     "eagle3": ("eagle3", {}),
     "eagle3, bias": ("eagle3", {"fc_bias": True}),
     "eagle3, target's LM head": ("eagle3", {"own_lm_head": False}),
     "eagle3, head_dim": ("eagle3", {"head_dim": 12, "num_kv_heads": 4}),
     "eagle3, rope": ("eagle3", {"rope_theta": 500.0, "norm_eps": 1e-2}),
     "eagle3, two taps": ("eagle3", {"taps": (0, 2)}),
+    "eagle3, qkv bias": ("eagle3", {"qkv_bias": True}),
+    "eagle3, normed residual": ("eagle3", {"norm_before_residual": True}),
+    "eagle3, one norm of taps": ("eagle3", {"norm_before_fc": True}),
+    "eagle3, norm of each tap": ("eagle3", {"fc_norm": True}),
+    "eagle3.1": ("eagle3", {"fc_norm": True, "norm_output": True}),
+    "eagle3, wider than the target": ("eagle3", WIDER),
 }
 LENGTHS = (12, 7)
 SLOTS = 48
@@ -110,7 +119,7 @@ class Compiled:
         at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         visible = Visible(jnp.zeros(2, jnp.int32), at[:, :, None] >= at[:, None])
         head = self.module.head
-        return head(self.module.embed[...][tokens], head.fuse(features), at, visible, None)[0]
+        return head(self.module._table[tokens], head.fuse(features), at, visible, None)[0]
 
     def extend(self, tokens, features, *ends):
         """Feeds both rows up to each of `ends` in turn, a pair of lengths."""

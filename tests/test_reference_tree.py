@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -130,6 +131,7 @@ def random_eagle3(switches: Switches) -> Eagle3:
         "midlayer.post_attention_layernorm.weight": (8,),
         "norm.weight": (8,),
         "lm_head.weight": (5, 8),
+        "input_norm.weight": (24,),
         **{f"fc_norm.{i}.weight": (8,) for i in range(3)},
     }
     weights = {name: rng.normal(size=shape) for name, shape in shapes.items()}
@@ -137,7 +139,7 @@ def random_eagle3(switches: Switches) -> Eagle3:
     return Eagle3(weights, Sizes(2, 1, 4), embed, embed, np.arange(5), 3, switches)
 
 
-@pytest.mark.parametrize("switch", ["norm_before_residual", "fc_norm", "norm_output"])
+@pytest.mark.parametrize("switch", [field.name for field in dataclasses.fields(Switches)])
 def test_each_switch_of_eagle3_matters(switch):
     taps = np.random.default_rng(1).normal(size=(4, 24))
     results = []

@@ -14,6 +14,11 @@ NORMS = {
     "hidden_norm": "hidden_norm",
     "post_attention_layernorm": "mlp_norm",
 }
+WHOLE = {
+    "lm_head.weight": "lm_head",
+    "embed_tokens.weight": "embed",
+    "input_norm.weight": "taps_norm.weight",
+}
 
 
 def random_head(method: str, config, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -27,16 +32,20 @@ def random_head(method: str, config, rng: np.random.Generator) -> dict[str, np.n
         if bias:
             weights[f"{name}.bias"] = 0.5 * rng.normal(size=outputs)
 
-    def norm(name: str):
-        weights[f"{name}.weight"] = 1 + 0.3 * rng.normal(size=hidden)
+    def norm(name: str, size: int = hidden):
+        weights[f"{name}.weight"] = 1 + 0.3 * rng.normal(size=size)
 
     layer, _ = PARTS[method]
     three = method == "eagle3"
     reads = 2 * hidden if three else hidden
-    linear("fc", (len(config.taps) if three else 2) * hidden, hidden, config.fc_bias)
-    qkv_bias = getattr(config, "qkv_bias", False)
+    fused = len(config.taps) * config.feature_size
+    linear("fc", fused if three else 2 * hidden, hidden, config.fc_bias)
+    if config.norm_before_fc:
+        norm("input_norm", fused)
+    for i in range(len(config.taps) if config.fc_norm else 0):
+        norm(f"fc_norm.{i}", config.feature_size)
     for name, outputs in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-        linear(f"{layer}.self_attn.{name}_proj", reads, outputs, qkv_bias)
+        linear(f"{layer}.self_attn.{name}_proj", reads, outputs, config.qkv_bias)
     linear(f"{layer}.self_attn.o_proj", heads, hidden)
     linear(f"{layer}.mlp.gate_proj", hidden, inner)
     linear(f"{layer}.mlp.up_proj", hidden, inner)
@@ -47,6 +56,8 @@ def random_head(method: str, config, rng: np.random.Generator) -> dict[str, np.n
             norm(name)
         if config.own_lm_head:
             linear("lm_head", hidden, config.draft_vocab_size)
+    if config.own_embed:
+        weights["embed_tokens.weight"] = rng.normal(size=(config.vocab_size, hidden))
     return {name: array.astype(np.float32) for name, array in weights.items()}
 
 
@@ -68,8 +79,12 @@ def library_head(method: str, weights: dict[str, np.ndarray]) -> dict[str, np.nd
     for name in ("fc.weight", "fc.bias", "norm.weight"):
         if name in weights:
             out[name] = weights[name]
-    if "lm_head.weight" in weights:
-        out["lm_head"] = weights["lm_head.weight"]
+    for name, array in weights.items():
+        if name.startswith("fc_norm."):
+            out[name.replace("fc_norm.", "tap_norms.")] = array
+    for published, ours in WHOLE.items():
+        if published in weights:
+            out[ours] = weights[published]
     return out
 
 

@@ -13,7 +13,8 @@ class Eagle1:
     The feature is the target's hidden state after its final norm.
 
     Args:
-      weights: the head's tensors under the published names.
+      weights: the head's tensors under the published names; without `embed_tokens.weight` it
+        embeds as the target does.
       embed, lm_head: the target's, [V, h].
       ids: target id of every draft id, [Vd] ascending.
     """
@@ -21,7 +22,8 @@ class Eagle1:
     def __init__(
         self, weights: dict, sizes: Sizes, embed: np.ndarray, lm_head: np.ndarray, ids: np.ndarray
     ):
-        self.weights, self.sizes, self.embed, self.ids = weights, sizes, embed, ids
+        self.weights, self.sizes, self.ids = weights, sizes, ids
+        self.embed = weights.get("embed_tokens.weight", embed)
         self.lm_head = lm_head[ids].astype(np.float64)
 
     def fuse(self, features: np.ndarray) -> np.ndarray:

@@ -15,11 +15,13 @@ class Switches:
 
     Attributes:
       norm_before_residual: the residual stream starts from the normed feature.
+      norm_before_fc: all taps side by side are normed as one vector before fc.
       fc_norm: every tap is normed, with a weight of its own, before fc (EAGLE-3.1).
       norm_output: the next step is fed the output after the final norm (EAGLE-3.1).
     """
 
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
 
@@ -29,7 +31,8 @@ class Eagle3:
 
     Args:
       weights: the head's tensors under the published names; without `lm_head.weight` the head
-        scores with rows of the target's LM head.
+        scores with rows of the target's LM head, without `embed_tokens.weight` it embeds as the
+        target does.
       embed, lm_head: the target's, [V, h].
       ids: target id of every draft id, [Vd] ascending.
       taps: how many of the target's layers are fused.
@@ -45,7 +48,8 @@ class Eagle3:
         taps: int = 3,
         switches: Switches = Switches(),
     ):
-        self.weights, self.sizes, self.embed, self.ids = weights, sizes, embed, ids
+        self.weights, self.sizes, self.ids = weights, sizes, ids
+        self.embed = weights.get("embed_tokens.weight", embed)
         self.taps, self.switches = taps, switches
         own = weights.get("lm_head.weight")
         self.lm_head = (lm_head[ids] if own is None else own).astype(np.float64)
@@ -55,11 +59,14 @@ class Eagle3:
 
         The head's own outputs do not come this way.
         """
+        eps = self.sizes.norm_eps
+        if self.switches.norm_before_fc:
+            features = rms_norm(features, self.weights["input_norm.weight"], eps)
         if self.switches.fc_norm:
             parts = np.split(features, self.taps, axis=-1)
             features = np.concatenate(
                 [
-                    rms_norm(part, self.weights[f"fc_norm.{i}.weight"], self.sizes.norm_eps)
+                    rms_norm(part, self.weights[f"fc_norm.{i}.weight"], eps)
                     for i, part in enumerate(parts)
                 ],
                 axis=-1,
