@@ -52,7 +52,7 @@ VARIANTS = {
 }
 LENGTHS = (12, 7)
 SLOTS = 48
-TREES = [(16, 4, 3), (4, 3, 1), (9, 2, 4)]
+released = pytest.mark.parametrize("pair", ["eagle", "eagle3"], indirect=True)
 
 
 def sizes_of(config) -> Sizes:
@@ -121,16 +121,13 @@ class Compiled:
         head = self.module.head
         return head(self.module._table[tokens], head.fuse(features), at, visible, None)[0]
 
-    def extend(self, tokens, features, *ends):
-        """Feeds both rows up to each of `ends` in turn, a pair of lengths."""
-        state, begin = self.module.init(2, SLOTS), np.zeros(2, np.int32)
-        for end in ends:
-            take = np.minimum(begin[:, None] + np.arange(12), 11)
-            given = np.take_along_axis(tokens, take, 1)
-            true = np.take_along_axis(features, take[..., None], 1)
-            state = self.observe(state, given, true, begin, np.array(end, np.int32) - begin)
-            begin = np.array(end, np.int32)
-        return state
+    def extend(self, state, tokens, features, begin, end):
+        """Feeds row i from begin[i] to end[i]; what pads the shorter one is garbage."""
+        begin, end = np.array(begin, np.int32), np.array(end, np.int32)
+        take = np.minimum(begin[:, None] + np.arange(12), 11)
+        given = np.take_along_axis(tokens, take, 1)
+        true = np.take_along_axis(features, take[..., None], 1)
+        return self.observe(state, given, true, begin, end - begin)
 
     def _propose(self, state, root, length, shape):
         levels = []
@@ -157,7 +154,8 @@ class Compiled:
             return self.module.propose(state, root, length, draw, shape), levels
 
 
-def test_every_row_of_a_prefill(pair, text):
+@released
+def test_every_row_of_a_pass_without_a_cache(pair, text):
     ours, drafter = pair
     tokens, features = text
     found = drafter.rows(tokens, features)
@@ -166,25 +164,40 @@ def test_every_row_of_a_prefill(pair, text):
         np.testing.assert_allclose(found[row], expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("ends", [[(12, 7)], [(4, 7), (5, 7), (12, 7)], [(11, 1), (12, 7)]])
-def test_extending_after_a_cache(pair, text, ends):
+@pytest.mark.parametrize(
+    "ends", [[(12, 7)], [(4, 7), (5, 7), (12, 7)], [(i, min(i, 7)) for i in range(1, 13)]]
+)
+def test_prefill_and_extending_after_a_cache(pair, text, ends):
+    """At once, in unequal pieces (none for the second row among them), and row by row."""
     ours, drafter = pair
     tokens, features = text
-    state = drafter.extend(tokens, features, *ends)
-    for row, length in enumerate(LENGTHS):
-        rows = ours.fuse(features[row, :length])
-        expected, logits = ours.forward(rows, tokens[row, :length])
-        np.testing.assert_allclose(state.feature[row], expected[-1], atol=1e-4)
-        np.testing.assert_allclose(state.logits[row], logits[-1], atol=1e-4)
+    expected = [ours.forward(ours.fuse(features[row]), tokens[row]) for row in range(2)]
+    state, begin = drafter.module.init(2, SLOTS), (0, 0)
+    for end in ends:
+        state = drafter.extend(state, tokens, features, begin, end)
+        for row, length in enumerate(end):
+            outputs, logits = expected[row]
+            np.testing.assert_allclose(state.feature[row], outputs[length - 1], atol=1e-4)
+            np.testing.assert_allclose(state.logits[row], logits[length - 1], atol=1e-4)
+        begin = end
 
 
-@pytest.mark.parametrize("sizes", TREES)
-def test_trees(pair, text, sizes):
+def test_trees(pair, text):
+    check_tree(pair, text, (16, 4, 3))
+
+
+@released
+@pytest.mark.parametrize("sizes", [(4, 3, 1), (9, 2, 4)])
+def test_trees_of_other_shapes(pair, text, sizes):
+    check_tree(pair, text, sizes)
+
+
+def check_tree(pair, text, sizes):
     """What the head gives for each node that a level expands, by the node's own path; the tree."""
     ours, drafter = pair
     tokens, features = text
     roots, length = tokens[np.arange(2), np.array(LENGTHS) - 1], np.array(LENGTHS, np.int32)
-    state = drafter.extend(tokens, features, LENGTHS)
+    state = drafter.extend(drafter.module.init(2, SLOTS), tokens, features, (0, 0), LENGTHS)
     tree, levels = drafter.propose(state, roots, length, TreeShape(*sizes))
     assert len(levels) == sizes[1] - 1
     for row, size in enumerate(LENGTHS):
@@ -215,10 +228,11 @@ NEW_TOKENS, SEED = 14, 5
 # Sampling, tree, tokens that end an answer.
 RUNS = {
     "greedy": (Sampling(), (12, 3, 3), ()),
+    "filtered": (Sampling(temperature=1.2, top_k=5, top_p=0.9), (9, 4, 2), (1,)),
     "chain": (Sampling(), (4, 3, 1), ()),
-    "sampled": (Sampling(temperature=0.8), (9, 4, 2), (1,)),
-    "filtered": (Sampling(temperature=1.2, top_k=5, top_p=0.9), (10, 2, 3), ()),
+    "sampled": (Sampling(temperature=0.8), (10, 2, 3), (3,)),
 }
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("chain", "sampled")]
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +255,7 @@ def reference_draw(sampling: Sampling) -> Draw:
     return Draw(np.asarray(noise), sampling.temperature, sampling.top_k, sampling.top_p)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", ["greedy", "filtered", *SLOW])
 def test_whole_runs(small, small_pair, run):
     """Tokens, passes and tau of rows of different length in one batch."""
     target, ours, drafter = small_pair
