@@ -6,6 +6,25 @@ import dataclasses
 
 from eagle_jax.errors import InputError
 
+LARGEST = 2**31  # of any size in a file; beyond it a shape is an accident or an attack
+
+
+def check_types(config) -> None:
+    """Refuses settings of another type than their dataclass states, as files may hold them.
+
+    Raises:
+      InputError: with the field, what was expected and what was found.
+    """
+    allowed = {"int": (int,), "float": (int, float), "bool": (bool,)}
+    for field in dataclasses.fields(config):
+        kinds, value = allowed.get(field.type), getattr(config, field.name)
+        if kinds is None:
+            continue
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise InputError(f"{field.name} should be of type {field.type}, got {value!r:.60}")
+        if isinstance(value, (int, float)) and not abs(value) < LARGEST:
+            raise InputError(f"{field.name} is out of range: {value!r:.60}")
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -29,6 +48,7 @@ class ModelConfig:
     tied: bool = True
 
     def __post_init__(self):
+        check_types(self)
         for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads"):
             if getattr(self, field) < 1:
                 raise InputError(f"{field} must be at least 1, got {getattr(self, field)}")
@@ -50,7 +70,7 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:
-    """Sizes of an EAGLE head.
+    """Sizes and switches of an EAGLE head.
 
     Attributes:
       draft_vocab_size: rows of the target's LM head that the head scores; equal to the target's
@@ -59,6 +79,13 @@ class DrafterConfig:
       fc_bias: whether `fc` has a bias (released heads differ).
       taps: layers of the target whose input an EAGLE-3 head fuses; EAGLE-1 has none.
       own_lm_head: an EAGLE-3 head brings its own LM head instead of using rows of the target's.
+      own_embed: the head brings its own embedding instead of using the target's.
+      target_hidden_size: the target's hidden size; 0 where the head's is the same.
+      qkv_bias: whether queries, keys and values have a bias.
+      norm_before_residual: the residual of an EAGLE-3 layer is the normed feature.
+      norm_before_fc: one norm over all taps before `fc`.
+      fc_norm: a norm over each tap before `fc` (EAGLE-3.1).
+      norm_output: the head feeds its normed output to the next step (EAGLE-3.1).
     """
 
     hidden_size: int
@@ -73,13 +100,46 @@ class DrafterConfig:
     fc_bias: bool = True
     taps: tuple[int, ...] = ()
     own_lm_head: bool = False
+    own_embed: bool = False
+    target_hidden_size: int = 0
+    qkv_bias: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
 
     def __post_init__(self):
+        check_types(self)
+        for field in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, field) < 1:
+                raise InputError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise InputError(
+                "num_heads must be a multiple of num_kv_heads and head_dim even, got "
+                f"{self.num_heads}, {self.num_kv_heads} and {self.head_dim}"
+            )
+        if not self.norm_eps >= 0 or not self.rope_theta > 0:
+            raise InputError(
+                "norm_eps must be 0 or more and rope_theta positive, got "
+                f"{self.norm_eps} and {self.rope_theta}"
+            )
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise InputError(
                 f"draft_vocab_size must lie between 1 and vocab_size ({self.vocab_size}), "
                 f"got {self.draft_vocab_size}"
             )
+        if not isinstance(self.taps, tuple) or any(type(tap) is not int for tap in self.taps):
+            raise InputError(f"taps should be whole numbers, got {self.taps!r:.60}")
+        if self.feature_size != self.hidden_size and not (self.own_embed and self.own_lm_head):
+            raise InputError(
+                f"a head of hidden size {self.hidden_size} for a target of {self.feature_size} "
+                "needs its own embedding and LM head"
+            )
+
+    @property
+    def feature_size(self) -> int:
+        """The target's hidden size."""
+        return self.target_hidden_size or self.hidden_size
 
     @classmethod
     def like(

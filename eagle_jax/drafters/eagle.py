@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from eagle_jax.config import DrafterConfig
+from eagle_jax.drafters.feature import own_embed
 from eagle_jax.nn.attention import LayerCache, Visible
 from eagle_jax.nn.layer import DecoderLayer
 from eagle_jax.nn.linear import Linear
@@ -38,6 +39,10 @@ class EagleHead(nnx.Module):
             input_norm=False,
             rngs=rngs,
         )
+        if config.qkv_bias:
+            rows = self.layer.attention.qkv.weight.shape[0]
+            self.layer.attention.qkv = Linear(hidden, rows, bias=True, rngs=rngs)
+        self.embed = own_embed(config, rngs)
 
     def fuse(self, features: jax.Array) -> jax.Array:
         """The head reads the target's features as they are."""

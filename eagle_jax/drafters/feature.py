@@ -27,11 +27,13 @@ class Head(Protocol):
     Attributes:
       method: its name in configurations.
       lm_head: `[draft_vocab, hidden]` its own scoring rows, or None where it uses the target's.
+      embed: `[vocab, hidden]` its own embedding, or None where it uses the target's.
     """
 
     method: str
     config: DrafterConfig
     lm_head: nnx.Param | None
+    embed: nnx.Param | None
 
     def fuse(self, features: jax.Array) -> jax.Array:
         """What the target gives `[B, N, ...]` as a feature of the head `[B, N, hidden]`."""
@@ -61,6 +63,14 @@ class Head(Protocol):
         """The LM head's input `[B, N, hidden]` for predicted features."""
 
 
+def own_embed(config: DrafterConfig, rngs: nnx.Rngs) -> nnx.Param | None:
+    """A head's own embedding `[vocab, hidden]`, where it has one."""
+    if not config.own_embed:
+        return None
+    shape = (config.vocab_size, config.hidden_size)
+    return nnx.Param(jax.random.normal(rngs.params(), shape) * 0.02)
+
+
 @struct.dataclass
 class FeatureState:
     """What the drafter keeps between cycles.
@@ -77,7 +87,7 @@ class FeatureState:
 
 
 class FeatureDrafter(nnx.Module):
-    """A head bound to its target, whose embedding it shares.
+    """A head bound to its target, whose embedding it shares unless it has its own.
 
     It scores with the head's own LM head, or with the rows of the target's that belong to the draft
     vocabulary.
@@ -91,7 +101,7 @@ class FeatureDrafter(nnx.Module):
     def __init__(
         self,
         head: Head,
-        embed: nnx.Param,
+        embed: nnx.Param | None,
         head_rows: jax.Array | None,
         draft_ids: jax.Array | None,
     ):
@@ -99,7 +109,8 @@ class FeatureDrafter(nnx.Module):
 
         Args:
           head: the trained part.
-          embed: the target's embedding `[vocab, hidden]`, shared, not copied.
+          embed: the target's embedding `[vocab, hidden]`, shared, not copied; None where the head
+            has its own.
           head_rows: `[draft_vocab, hidden]` rows of the target's LM head; None where the head has
             its own.
           draft_ids: `[draft_vocab]` int32 target id of each row; None for the full vocabulary.
@@ -113,7 +124,7 @@ class FeatureDrafter(nnx.Module):
 
     def init(self, batch: int, length: int) -> FeatureState:
         """The state before any token, for a cache of `length` rows."""
-        config, dtype = self.head.config, self.embed[...].dtype
+        config, dtype = self.head.config, self._table.dtype
         return FeatureState(
             cache=empty_layer(batch, config.num_kv_heads, config.head_dim, length, dtype),
             feature=jnp.zeros((batch, config.hidden_size), dtype),
@@ -141,7 +152,7 @@ class FeatureDrafter(nnx.Module):
         rows = jnp.arange(tokens.shape[1])
         visible = Visible(length=length, fresh=_causal(tokens.shape))
         predicted, fresh = self.head(
-            self.embed[...][tokens],
+            self._table[tokens],
             self.head.fuse(features),
             length[:, None] + rows,
             visible,
@@ -170,7 +181,7 @@ class FeatureDrafter(nnx.Module):
             parents = jnp.take_along_axis(features, frontier.parents[..., None], axis=1)
             positions = jnp.broadcast_to((length + level - 1)[:, None], frontier.tokens.shape)
             predicted, keys = self.head(
-                self.embed[...][frontier.tokens],
+                self._table[frontier.tokens],
                 parents,
                 positions,
                 Visible(length=length, fresh=frontier.visible),
@@ -180,6 +191,11 @@ class FeatureDrafter(nnx.Module):
             return self._expand(self._logits(predicted), draw, level), (predicted, keys)
 
         return grow(root, first, deepen, shape)
+
+    @property
+    def _table(self) -> jax.Array:
+        """The embedding `[vocab, hidden]`."""
+        return (self.head.embed if self.embed is None else self.embed)[...]
 
     def _logits(self, features: jax.Array) -> jax.Array:
         """`[B, N, draft_vocab]` float32 scores of the tokens after features `[B, N, hidden]`."""

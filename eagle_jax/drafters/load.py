@@ -1,4 +1,4 @@
-"""Drafters on disk: our safetensors format, loaded and bound to a target."""
+"""Drafters on disk, loaded and bound to a target: our own format, and those of `formats`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from eagle_jax.config import DrafterConfig
 from eagle_jax.drafters.base import Drafter
-from eagle_jax.drafters.eagle import EagleHead
-from eagle_jax.drafters.eagle3 import Eagle3Head
 from eagle_jax.drafters.feature import FeatureDrafter, Head
+from eagle_jax.drafters.formats.read import HEADS, build, check_fit, read_head
+from eagle_jax.drafters.formats.settings import Overrides, Setting
 from eagle_jax.errors import FormatError, InputError
 from eagle_jax.nn.modules import fill, parameters
 from eagle_jax.target.load import Target, read_json
 
 FORMAT = "eagle_jax/1"
-HEADS = {kind.method: kind for kind in (EagleHead, Eagle3Head)}
+NO_OVERRIDES = Overrides()
 SHIPPED = {"smollm2-135m": "smollm2-135m-eagle3"}
 
 
@@ -36,58 +37,143 @@ class LoadedDrafter:
       module: the drafter.
       tau: measured tau by tree, rows as `tau_by_tree` gives them, from which the fastest tree for
         a machine is worked out. Empty when nobody measured.
+      format: `eagle_jax/1`, or what kind of file it came from.
+      settings: what was chosen where the file or the caller had a choice, and why.
     """
 
     name: str
     module: Drafter
     tau: Sequence[Mapping[str, Any]] = ()
+    format: str = FORMAT
+    settings: tuple[Setting, ...] = ()
 
     @property
     def method(self) -> str:
         return self.module.method
 
 
-def load_drafter(name: str | None, target: Target) -> LoadedDrafter | None:
+def load_drafter(
+    name: str | None,
+    target: Target,
+    *,
+    rope_theta: float | None = None,
+    layers: Sequence[int] | None = None,
+    norm_before_residual: bool | None = None,
+) -> LoadedDrafter | None:
     """Loads a drafter for a target.
 
     Args:
       name: `auto` takes the head that ships for the target, `none` or None gives None, otherwise
-        the folder of a head.
+        the folder of a head: of this project, EAGLE-1/2 or EAGLE-3 as released or as others write
+        it (safetensors or `pytorch_model.bin`), or of the speculators format.
+      rope_theta: base of the drafter's rotary positions instead of the head's own; 10,000 where a
+        released head names none, whatever the target uses.
+      layers: layers of the target whose input an EAGLE-3 head fuses, instead of the head's own.
+      norm_before_residual: residual variant of an EAGLE-3 head, instead of the head's own.
 
     Raises:
-      InputError: nothing is there, or the head belongs to another target.
+      InputError: nothing is there, the head belongs to another target, or it is of another method.
       FormatError: the files are corrupt or inconsistent.
     """
     if name in (None, "none"):
         return None
+    overrides = Overrides(
+        rope_theta, None if layers is None else tuple(layers), norm_before_residual
+    )
+    folder = head_folder(name, target.name)
+    raw = read_json(folder / "config.json")
+    if "format" not in raw:
+        file = read_head(folder, raw, overrides)
+        head, settings = build(file, target)
+        module = bind(head, file.draft_ids, target)
+        return LoadedDrafter(str(name), module, (), file.format, settings)
+    method, config = own_config(folder, raw, overrides)
+    tensors, draft_ids = read_own(folder / "model.safetensors", config)
+    tensors = {name: tensor.astype(target.dtype) for name, tensor in tensors.items()}
+    kind = HEADS[method]
+    head = fill(lambda: kind(config, rngs=nnx.Rngs(0)), tensors)
+    settings = tuple(
+        Setting(field.replace("_", " "), value, "option")
+        for field, value in dataclasses.asdict(overrides).items()
+        if value is not None
+    )
+    return LoadedDrafter(
+        str(name), bind(head, draft_ids, target), _measured(folder, raw), FORMAT, settings
+    )
+
+
+def head_folder(name: str, target_name: str | None) -> Path:
+    """The folder of a head by name; `auto` is the one that ships for the target.
+
+    Raises:
+      InputError: there is none.
+    """
     if name == "auto":
-        if target.name not in SHIPPED:
+        if target_name not in SHIPPED:
             raise InputError(
-                f"no head ships for the target {target.name!r}; pass the folder of one, "
+                f"no head ships for the target {target_name!r}; pass the folder of one, "
                 "or 'none' to decode plainly"
             )
-        folder = shipped_folder(target.name)
-    else:
-        folder = Path(name)
+        return shipped_folder(target_name)
+    folder = Path(name)
     if not folder.is_dir():
         raise InputError(
             f"no drafter at {name!r}: expected 'auto', 'none' or a folder with config.json and "
-            "model.safetensors"
+            "model.safetensors or pytorch_model.bin"
         )
-    raw = read_json(folder / "config.json")
-    method = raw.get("method")
-    if raw.get("format") != FORMAT or method not in HEADS:
+    return folder
+
+
+def own_config(
+    folder: Path, raw: Mapping[str, Any], overrides: Overrides = NO_OVERRIDES
+) -> tuple[str, DrafterConfig]:
+    """Method and sizes of a head in our format, of the content of its `config.json`.
+
+    Raises:
+      FormatError: another format or method, or a field that is missing, unknown or of a wrong type.
+      InputError: an override that the method does not know.
+    """
+    where, method = folder / "config.json", raw.get("method")
+    if raw.get("format") != FORMAT or not isinstance(method, str) or method not in HEADS:
         raise FormatError(
-            f"{folder / 'config.json'}: expected format {FORMAT!r} and a method of "
-            f"{sorted(HEADS)}, found {raw.get('format')!r} and {method!r}"
+            f"{where}: expected format {FORMAT!r} and a method of "
+            f"{sorted(HEADS)}, found {raw.get('format')!r:.60} and {method!r:.60}"
         )
     try:
-        fields = raw["head"]
-        config = DrafterConfig(**{**fields, "taps": tuple(fields.get("taps", ()))})
-    except (KeyError, TypeError) as error:
-        raise FormatError(f"{folder / 'config.json'}: bad field {error}") from error
-    head, draft_ids = _read_head(folder / "model.safetensors", HEADS[method], config, target.dtype)
-    return LoadedDrafter(str(name), bind(head, draft_ids, target), tuple(raw.get("tau", ())))
+        fields = dict(raw["head"])
+        fields["taps"] = tuple(fields.get("taps", ()))
+        config = DrafterConfig(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{where}: bad field {error}") from error
+    if bool(config.taps) != (method == "eagle3"):
+        raise FormatError(f"{where}: taps {config.taps} do not belong to the method {method!r}")
+    changed = {}
+    if overrides.rope_theta is not None:
+        changed["rope_theta"] = float(overrides.rope_theta)
+    if method == "eagle" and (overrides.layers or overrides.norm_before_residual is not None):
+        raise InputError(f"{folder} is an EAGLE-1/2 head: it has no layers or residual to choose")
+    if overrides.layers is not None:
+        if len(overrides.layers) != len(config.taps):
+            raise InputError(
+                f"{folder} reads {len(config.taps)} layers, but {len(overrides.layers)} were named"
+            )
+        changed["taps"] = overrides.layers
+    if overrides.norm_before_residual is not None:
+        changed["norm_before_residual"] = overrides.norm_before_residual
+    return method, dataclasses.replace(config, **changed)
+
+
+def _measured(folder: Path, raw: Mapping[str, Any]) -> tuple:
+    """The rows of `tau` in a configuration."""
+    rows = raw.get("tau", ())
+    known = ("nodes", "depth", "top_k", "tau")
+    if not isinstance(rows, (list, tuple)) or any(
+        not isinstance(row, dict) or not isinstance(row.get(name, 1), (int, float))
+        for row in rows
+        for name in known
+    ):
+        raise FormatError(f"{folder / 'config.json'}: tau should be a list of objects with numbers")
+    return tuple(rows)
 
 
 def shipped_folder(target_name: str) -> Path:
@@ -101,23 +187,13 @@ def bind(head: Head, draft_ids: np.ndarray | None, target: Target) -> FeatureDra
     Raises:
       InputError: hidden size or vocabulary differ, or the target lacks a layer that the head taps.
     """
-    for field in ("hidden_size", "vocab_size"):
-        ours, theirs = getattr(head.config, field), getattr(target.config, field)
-        if ours != theirs:
-            raise InputError(
-                f"this head was made for a target with {field}={ours}, but {target.name!r} has "
-                f"{theirs}; load the head that belongs to the target"
-            )
-    if not all(0 <= tap <= target.config.num_layers for tap in head.config.taps):
-        raise InputError(
-            f"this head reads the layers {head.config.taps}, but {target.name!r} has "
-            f"{target.config.num_layers}; load the head that belongs to the target"
-        )
+    check_fit(head.config, target.config, target.name)
     rows = None if head.lm_head is not None else target.model.head_weight
     if draft_ids is not None:
         draft_ids = jnp.asarray(draft_ids, jnp.int32)
         rows = None if rows is None else rows[draft_ids]
-    return FeatureDrafter(head, target.model.embed, rows, draft_ids)
+    embed = None if head.embed is not None else target.model.embed
+    return FeatureDrafter(head, embed, rows, draft_ids)
 
 
 def save_head(
@@ -143,9 +219,12 @@ def save_head(
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def _read_head(
-    path: Path, kind: type[Head], config: DrafterConfig, dtype
-) -> tuple[Head, np.ndarray | None]:
+def read_own(path: Path, config: DrafterConfig) -> tuple[dict[str, jax.Array], np.ndarray | None]:
+    """The parameters of a head in our format by dotted path, and its draft ids.
+
+    Raises:
+      FormatError: the file is missing, corrupt, or does not hold what `config` says.
+    """
     from safetensors import SafetensorError
     from safetensors.flax import load_file
 
@@ -153,12 +232,13 @@ def _read_head(
         tensors = load_file(path)
     except FileNotFoundError as error:
         raise FormatError(f"{path} is missing") from error
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise FormatError(f"{path} is not a readable safetensors file: {error}") from error
     draft_ids = tensors.pop("draft_ids", None)
     if draft_ids is not None:
         draft_ids = np.asarray(draft_ids)
-        ascending = draft_ids.ndim == 1 and (np.diff(draft_ids) > 0).all()
+        whole = draft_ids.ndim == 1 and draft_ids.dtype.kind in "iu" and len(draft_ids) > 0
+        ascending = whole and (np.diff(draft_ids.astype(np.int64)) > 0).all()
         if not ascending or draft_ids[0] < 0 or draft_ids[-1] >= config.vocab_size:
             raise FormatError(f"{path}: draft_ids must rise and lie in [0, {config.vocab_size})")
     found = config.vocab_size if draft_ids is None else len(draft_ids)
@@ -167,7 +247,8 @@ def _read_head(
             f"{path}: draft_vocab_size is {config.draft_vocab_size}, found {found} draft ids"
         )
     for name, tensor in tensors.items():
+        if not jnp.issubdtype(tensor.dtype, jnp.floating):
+            raise FormatError(f"{path}: {name} should hold floats, found {tensor.dtype}")
         if not bool(jnp.isfinite(tensor).all()):
             raise FormatError(f"{path}: {name} holds values that are not finite")
-    tensors = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
-    return fill(lambda: kind(config, rngs=nnx.Rngs(0)), tensors), draft_ids
+    return tensors, draft_ids

@@ -1,0 +1,1 @@
+"""Heads of other projects: read as they were released, and written as others load them."""
