@@ -136,7 +136,7 @@ def test_an_index_cannot_leave_its_folder(copy):
     "change",
     [
         {"model_type": "mamba"},
-        {"attention_bias": True},
+        {"mlp_bias": True},
         {"rope_parameters": {"rope_type": "yarn"}},
         {"hidden_act": "gelu"},
         {"num_attention_heads": 3},
