@@ -151,11 +151,14 @@ class Attention(nnx.Module):
             rngs=rngs,
         )
         self.out = Linear(num_heads * head_dim, hidden_size, bias=switches.out_bias, rngs=rngs)
-        self.q_norm = self.k_norm = None
-        if switches.qk_norm is not None:
-            whole, shifted = switches.qk_norm == "whole", switches.shifted_norms
-            sizes = [head_dim * (heads if whole else 1) for heads in (num_heads, num_kv_heads)]
-            self.q_norm, self.k_norm = (RMSNorm(size, norm_eps, shifted=shifted) for size in sizes)
+
+        def norm(heads: int) -> RMSNorm | None:
+            if switches.qk_norm is None:
+                return None
+            size = head_dim * (heads if switches.qk_norm == "whole" else 1)
+            return RMSNorm(size, norm_eps, shifted=switches.shifted_norms)
+
+        self.q_norm, self.k_norm = norm(num_heads), norm(num_kv_heads)
 
     def __call__(
         self,

@@ -66,15 +66,30 @@ def load_target(name: str = hub.DEFAULT_TARGET, *, dtype: Any = None) -> Target:
       DownloadError: the weights could not be fetched.
     """
     folder = hub.resolve(str(name))
+    model = load_model(folder, dtype)
+    tokenizer = load_tokenizer(folder)
+    return Target(str(name), model, tokenizer, tuple(eos_token_ids(folder)))
+
+
+def load_model(folder: Path, dtype: Any = None) -> Transformer:
+    """Loads the network of a folder in Hugging Face layout, tensor by tensor.
+
+    A tensor goes to the device before the next one is read, so that the host never holds more than
+    one beside those that wait there.
+
+    Raises:
+      InputError: the family is not supported, or there are no weights.
+      FormatError: a file is missing, corrupt or inconsistent.
+    """
     config = model_config(read_json(folder / "config.json"))
     dtype = jnp.dtype(dtype or default_dtype())
     reader = TensorFolder(folder)
-    if "lm_head.weight" not in reader and not config.tied:
+    if not config.tied and reader.lacks_head:
         config = dataclasses.replace(config, tied=True)
-    arrays = {path: jnp.asarray(a, dtype) for path, a in target_tensors(reader.read, config)}
-    model = fill(lambda: Transformer(config, rngs=nnx.Rngs(0)), arrays)
-    tokenizer = load_tokenizer(folder)
-    return Target(str(name), model, tokenizer, tuple(eos_token_ids(folder)))
+    arrays = {}
+    for path, array in target_tensors(reader.read, config):
+        arrays[path] = jax.block_until_ready(jnp.asarray(array, dtype))
+    return fill(lambda: Transformer(config, rngs=nnx.Rngs(0)), arrays)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -111,8 +126,10 @@ class TensorFolder:
                 "pass a folder in Hugging Face layout, a .gguf file, or a model id"
             )
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
+    @property
+    def lacks_head(self) -> bool:
+        """There is no LM head: it must be the embedding matrix."""
+        return "lm_head.weight" not in self._files
 
     def read(self, name: str) -> np.ndarray:
         """One tensor by its name in the checkpoint."""
