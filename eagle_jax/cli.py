@@ -134,6 +134,7 @@ def _load(arguments: argparse.Namespace):
 def _generate(arguments: argparse.Namespace) -> int:
     from eagle_jax.config import Sampling
     from eagle_jax.decode.generate import generate, stream
+    from eagle_jax.target.generation import differences
 
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     tree_from(arguments)
@@ -144,6 +145,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         raise InputError("the prompt is empty")
     _compilation_cache()
     target, drafter, tree = _load(arguments)
+    if said := differences(target.generation_defaults, sampling):
+        print(f"[{said}]", file=sys.stderr)
     options = {
         "max_new_tokens": arguments.max_new_tokens,
         "sampling": sampling,
@@ -239,6 +242,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     from eagle_jax.bench.report import show
     from eagle_jax.bench.run import bench
     from eagle_jax.config import Sampling
+    from eagle_jax.target.generation import differences
 
     if arguments.runs < 1:
         raise InputError(f"--runs must be at least 1, got {arguments.runs}")
@@ -247,6 +251,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     sampling = Sampling(arguments.temperature)
     prompts = read_prompts(arguments.prompts)[: arguments.limit]
     target, drafter, tree = _load(arguments)
+    if said := differences(target.generation_defaults, sampling):
+        print(f"[{said}]", file=sys.stderr)
     report = bench(
         target,
         drafter,

@@ -69,18 +69,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(name: str, folder, **changes: Any) -> Any:
-    """Saves a tiny random model of a case into `folder` and returns it. Needs torch."""
+def make(name: str, folder, dtype: str = "float32") -> Any:
+    """Saves a tiny random model of a case into `folder`, in a type of torch; needs torch.
+
+    Returns:
+      The model with the values that were saved, in float32.
+    """
     import torch
     import transformers
 
     kind, switches = CASES[name]
     torch.manual_seed(len(name))
     config_class = "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config"
-    config = getattr(transformers, config_class)(**{**SIZES, **switches, **changes})
+    config = getattr(transformers, config_class)(**{**SIZES, **switches})
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().float()
     for parameter in model.parameters():  # norms and biases other than their neutral values
         parameter.data += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
-    return model
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return model.float()

@@ -8,7 +8,7 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from make_fixtures import CASES, FOLDER, reference
+from make_fixtures import FIXTURES, FOLDER, reference
 from safetensors.numpy import load_file, save_file
 
 from eagle_jax import FormatError, InputError
@@ -27,7 +27,7 @@ def forward(model, ids, taps=()):
     return model.head(features), tapped
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FIXTURES)
 def test_prefill_against_stored_logits(name):
     expected = np.load(FOLDER / name / "expected.npz")
     logits, taps = forward(load_model(FOLDER / name), expected["ids"], taps=(1,))
@@ -36,7 +36,7 @@ def test_prefill_against_stored_logits(name):
     assert np.std(expected["logits"]) > 0.5
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FIXTURES)
 def test_cached_decoding_and_trees_equal_prefill(name):
     """Rows of different lengths; each tree path gives the logits of its own sequence."""
     model, ids = load_model(FOLDER / name), np.load(FOLDER / name / "expected.npz")["ids"]
@@ -64,7 +64,7 @@ def test_cached_decoding_and_trees_equal_prefill(name):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FIXTURES)
 def test_against_transformers_live(name, tmp_path):
     torch = pytest.importorskip("torch")
     model, ids = reference(name, tmp_path)

@@ -17,6 +17,7 @@ from eagle_jax.config import ModelConfig
 from eagle_jax.errors import FormatError, InputError
 from eagle_jax.nn.modules import fill
 from eagle_jax.target.families import model_config, target_tensors
+from eagle_jax.target.generation import generation_defaults
 from eagle_jax.target.transformer import Transformer
 from eagle_jax.text import Tokenizer, eos_token_ids, load_tokenizer
 
@@ -30,12 +31,15 @@ class Target:
       model: the network.
       tokenizer: its tokenizer, or None for a target that only sees token ids.
       eos: token ids that end an answer.
+      generation_defaults: how the model's `generation_config.json` would draw tokens. For whoever
+        asks: nothing here applies them.
     """
 
     name: str
     model: Transformer
     tokenizer: Tokenizer | None
     eos: tuple[int, ...]
+    generation_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     engines: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -66,9 +70,11 @@ def load_target(name: str = hub.DEFAULT_TARGET, *, dtype: Any = None) -> Target:
       DownloadError: the weights could not be fetched.
     """
     folder = hub.resolve(str(name))
-    model = load_model(folder, dtype)
+    # The small files first: what is wrong with them should not wait for the weights.
     tokenizer = load_tokenizer(folder)
-    return Target(str(name), model, tokenizer, tuple(eos_token_ids(folder)))
+    eos, defaults = eos_token_ids(folder), generation_defaults(folder)
+    model = load_model(folder, dtype)
+    return Target(str(name), model, tokenizer, eos, defaults)
 
 
 def load_model(folder: Path, dtype: Any = None) -> Transformer:
