@@ -82,9 +82,12 @@ def make(name: str, folder, dtype: str = "float32") -> Any:
     torch.manual_seed(len(name))
     config_class = "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config"
     config = getattr(transformers, config_class)(**{**SIZES, **switches})
-    config._attn_implementation = "eager"
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().float()
+    model_class = getattr(transformers, f"{kind}ForCausalLM")
+    model = model_class(config)
     for parameter in model.parameters():  # norms and biases other than their neutral values
         parameter.data += 0.1 * torch.randn_like(parameter)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    return model.float()
+    # Casting back would leave the rotary frequencies with the error of the narrow type.
+    return model_class.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()

@@ -145,7 +145,13 @@ class TensorFolder:
         with _open(path) as handle:
             if name not in handle.keys():  # noqa: SIM118 (a handle is no mapping)
                 raise FormatError(f"{path} has no tensor {name!r}, which its index promises")
-            return handle.get_tensor(name)
+            tensor = handle.get_tensor(name)
+        if not jnp.issubdtype(tensor.dtype, jnp.floating):
+            raise FormatError(
+                f"{path}: {name} should hold floating-point numbers, holds {tensor.dtype} "
+                "(quantised checkpoints are not supported)"
+            )
+        return tensor
 
 
 def _open(path: Path):
