@@ -6,7 +6,7 @@ text is cut into words. SmolLM2 then gets "\\n", "\\n", "5" where "\\n\\n", "5" 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,14 @@ _CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's types of tokens that text is searc
 
 
 def build_tokenizer(
-    path: Path, get: Callable[..., Any], vocab_size: int
+    path: Path, get: Callable[..., Any], model_config: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Builds the `tokenizers.Tokenizer` and the content of `tokenizer_config.json`.
 
     Args:
       path: the GGUF file, for messages.
       get: `get(key)` and `get(key, default)` give metadata; the first raises FormatError.
-      vocab_size: rows of the embedding.
+      model_config: the content of `config.json`.
 
     Raises:
       FormatError: the kind of tokenizer is not supported, or its parts do not fit together.
@@ -49,13 +49,13 @@ def build_tokenizer(
             f"{path}: expected a byte-level BPE tokenizer ('gpt2'), found {model!r}; pass the "
             "model's folder in Hugging Face layout instead"
         )
-    tokens = get("tokenizer.ggml.tokens")
+    tokens, vocab_size = get("tokenizer.ggml.tokens"), model_config["vocab_size"]
     if len(tokens) > vocab_size:
         raise FormatError(f"{path}: {len(tokens)} tokens, but only {vocab_size} embedding rows")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": int(get("llama.context_length")),
+        "model_max_length": model_config["max_position_embeddings"],
     }
     for role, name in {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}.items():
         index = get(f"tokenizer.ggml.{name}_token_id", None)
