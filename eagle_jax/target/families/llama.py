@@ -37,6 +37,7 @@ def _all_sliding(fields: Fields, family: str, size: int | None) -> ModelConfig:
 def smollm3(fields: Fields) -> ModelConfig:
     """SmolLM3: some layers, every fourth by default, have no rotary positions."""
     fields.only("hidden_act", "silu")
+    fields.get("max_window_layers")  # in files of SmolLM3, and without a meaning there
     number, step = fields.number("num_hidden_layers"), fields.get("no_rope_layer_interval", 4)
     rotated = fields.get("no_rope_layers")
     rotated = [(index + 1) % step != 0 for index in range(number)] if rotated is None else rotated
