@@ -244,7 +244,7 @@ def test_bos_is_put_in_front_where_the_metadata_say_so(tmp_path):
         ({"extra": ["rope_freqs.weight"]}, "rotary"),
         ({"feed_forward_length": INNER + 32}, "shape"),
         ({"dimension_count": HEAD_DIM // 2}, "rotary"),
-        ({"model": "llama"}, "'gpt2'"),
+        ({"model": "bert"}, "'gpt2'"),
         ({"pre": "chameleon"}, "'chameleon'"),
         ({"merges": ["h e", "absent pair"]}, "merges"),
     ],
