@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import CASES, make
+from families import CASES, SIZES, make
+from safetensors.numpy import load_file, save_file
 from test_target import forward
 
 from eagle_jax import generate
@@ -100,3 +101,38 @@ def test_greedy_text_equals_generate(pair):
         )
     ids = prompt[0].tolist()
     assert generate(target, None, ids, max_new_tokens=24).tokens == [out[0, 7:].tolist()]
+
+
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def test_the_text_part_of_a_gemma_3_that_sees_images(tmp_path):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    config = transformers.Gemma3Config(
+        text_config={**SIZES, **CASES["gemma3"][1]},
+        vision_config=VISION,
+        mm_tokens_per_image=4,
+        image_token_index=90,
+        boi_token_index=91,
+        eoi_token_index=92,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval().float()
+    model.save_pretrained(tmp_path)
+    ids = draw_ids() % 90
+    expected = theirs(model, ids)
+    np.testing.assert_allclose(forward(load_model(tmp_path), ids)[0], expected, atol=TOLERANCE)
+    # Some writers put the network's name first.
+    path = tmp_path / "model.safetensors"
+    old, new = "language_model.model.", "model.language_model."
+    save_file({name.replace(old, new): x for name, x in load_file(path).items()}, path)
+    np.testing.assert_allclose(forward(load_model(tmp_path), ids)[0], expected, atol=TOLERANCE)
