@@ -75,7 +75,8 @@ def by_row(
 ) -> jax.Array:
     """Sends each row through its own experts only: rows sorted by expert, two `ragged_dot`s.
 
-    For accelerators, which run a ragged product group by group. See `by_expert` for the arguments.
+    For accelerators, where a ragged product runs group by group; not yet timed on one. See
+    `by_expert` for the arguments.
     """
     active, count = chosen.shape[1], len(gate_up)
     order = jnp.argsort(chosen.reshape(-1), stable=True)

@@ -95,7 +95,8 @@ class Transformer(nnx.Module):
         return self.embed[...] if self.lm_head is None else self.lm_head[...]
 
     def head(self, features: jax.Array) -> jax.Array:
-        """Logits `[..., vocab]` in float32 for features `[..., hidden]`."""
+        """Logits `[..., vocab]` in float32 for features `[..., hidden]`, capped where the family
+        caps them."""
         logits = matmul(features, self.head_weight).astype(jnp.float32)
         cap = self.config.logit_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
