@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from test_gguf import TOKENS, TYPES, interleave, write_gguf
+from test_gguf_sentencepiece import vocabulary
 
 from eagle_jax.nn.modules import parameters
 from eagle_jax.target.gguf import convert
 from eagle_jax.target.gguf_families import llama3_scaling
 from eagle_jax.target.load import load_model
+from eagle_jax.text import load_tokenizer
 
 SIZES = {
     "vocab_size": len(TOKENS),
@@ -42,19 +44,19 @@ CASES = {
     "llama": {"model_type": "llama", "rope_scaling": LINEAR},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3"},
-    "gemma3": {"model_type": "gemma3_text", **GEMMA},
+    "gemma3": {"model_type": "gemma3_text", **GEMMA, "vocab_size": len(vocabulary()[0])},
 }
 
 
 def hugging_face_tensors(config):
     """Random tensors of a model, by the names of transformers."""
     rng, kind = np.random.default_rng(0), config["model_type"]
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden, inner, vocab = (config[f"{k}_size"] for k in ("hidden", "intermediate", "vocab"))
     head = config["head_dim"]
     queries, keys = (head * config[f"num_{k}_heads"] for k in ("attention", "key_value"))
-    shapes = {"model.embed_tokens.weight": (len(TOKENS), hidden), "model.norm.weight": (hidden,)}
+    shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     if kind in ("llama", "qwen3"):
-        shapes["lm_head.weight"] = (len(TOKENS), hidden)
+        shapes["lm_head.weight"] = (vocab, hidden)
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
         for part, rows in (("q", queries), ("k", keys), ("v", keys)):
@@ -92,11 +94,20 @@ def write_as_llama_cpp(path, architecture, config, tensors):
         writer.add_rope_scaling_factor(config["rope_scaling"]["factor"])
     if "sliding_window" in config:
         writer.add_sliding_window(config["sliding_window"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types(TYPES)
-    writer.add_token_merges(["h e"])
+    if architecture == "gemma3":
+        tokens, scores, types = vocabulary()
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores(scores)
+        writer.add_token_types(types)
+        writer.add_bos_token_id(1)
+        writer.add_add_space_prefix(False)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_token_list(TOKENS)
+        writer.add_token_types(TYPES)
+        writer.add_token_merges(["h e"])
     kind = gguf.MODEL_ARCH_NAMES
     number = next(arch for arch, name in kind.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
@@ -127,6 +138,9 @@ def test_both_formats_give_one_model(tmp_path, architecture):
         other.config, tied=True
     )
     assert (one.lm_head is None) == (other.lm_head is None)
+    tokenizer = load_tokenizer(tmp_path / "converted")
+    assert tokenizer.decode(tokenizer.encode("ab \n\n")) == "ab \n\n"
+    assert (tokenizer.encode("ab")[0] == 1) is (architecture == "gemma3"), "BOS in front"
     one, other = parameters(one), parameters(other)
     assert one.keys() == other.keys()
     for name, array in one.items():
