@@ -139,6 +139,7 @@ def _load(arguments: argparse.Namespace):
 def _generate(arguments: argparse.Namespace) -> int:
     from eagle_jax.config import Sampling
     from eagle_jax.decode.generate import generate, stream
+    from eagle_jax.target.generation import differences
 
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     tree_from(arguments)
@@ -149,6 +150,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         raise InputError("the prompt is empty")
     _compilation_cache()
     target, drafter, tree = _load(arguments)
+    if said := differences(target.generation_defaults, sampling):
+        print(f"[{said}]", file=sys.stderr)
     options = {
         "max_new_tokens": arguments.max_new_tokens,
         "sampling": sampling,
@@ -244,6 +247,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     from eagle_jax.bench.report import show
     from eagle_jax.bench.run import bench
     from eagle_jax.config import Sampling
+    from eagle_jax.target.generation import differences
 
     if arguments.runs < 1:
         raise InputError(f"--runs must be at least 1, got {arguments.runs}")
@@ -256,6 +260,8 @@ def _bench(arguments: argparse.Namespace) -> int:
         if drafter is None or not hasattr(drafter.module, "coupled"):
             raise InputError(f"--uncoupled needs a head, got --drafter {arguments.drafter}")
         drafter.module.coupled = False
+    if said := differences(target.generation_defaults, sampling):
+        print(f"[{said}]", file=sys.stderr)
     report = bench(
         target,
         drafter,

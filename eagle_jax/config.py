@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from eagle_jax.errors import InputError
 
@@ -27,12 +28,89 @@ def check_types(config) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for longer contexts.
+
+    Attributes:
+      factor: frequencies are divided by it.
+      bands: None divides all of them ("linear"). (low, high, context) is Llama 3's rule ("llama3"):
+        waves that turn more than `high` times within `context` tokens stay as they are, waves that
+        turn less than `low` times are divided, and those between are blended.
+    """
+
+    factor: float
+    bands: tuple[float, float, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """A feed-forward block of routed experts.
+
+    Attributes:
+      count: experts of the layer.
+      active: experts that a token is sent to.
+      size: hidden units of an expert.
+      normalised: the weights of a token's experts are scaled to sum to one.
+    """
+
+    count: int
+    active: int
+    size: int
+    normalised: bool = True
+
+    def __post_init__(self):
+        if not 1 <= self.active <= self.count:
+            raise InputError(f"a token goes to 1 to {self.count} experts, got {self.active}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSwitches:
+    """What may set a decoder layer apart; the defaults are Llama's layer.
+
+    Attributes:
+      window: positions that a row sees at most, its own included; None sees all.
+      rope: queries and keys are rotated by position.
+      qkv_bias, out_bias: the projections before and after attention have a bias.
+      qk_norm: queries and keys are normed before rotation: `head` norms each head, `whole` norms
+        the whole projection.
+      score_scale: factor of the attention scores; None is head_dim ** -0.5.
+      score_cap: scores x become score_cap * tanh(x / score_cap).
+      norms: where the norms of attention and feed-forward stand: `before` or `after` the block, or
+        `around` it.
+      shifted_norms: norms scale by one plus their weight.
+      gelu: the feed-forward block's gate is GELU (tanh approximation) and not SiLU.
+      experts: routed experts instead of one feed-forward block.
+    """
+
+    window: int | None = None
+    rope: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: Literal["head", "whole"] | None = None
+    score_scale: float | None = None
+    score_cap: float | None = None
+    norms: Literal["before", "after", "around"] = "before"
+    shifted_norms: bool = False
+    gelu: bool = False
+    experts: ExpertsConfig | None = None
+
+
+LLAMA = LayerSwitches()
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and switches of a decoder-only target of the Llama architecture.
+    """Sizes and switches of a decoder-only target.
 
     Attributes:
       context: the longest sequence (prompt and answer together) that the model was made for.
       tied: the LM head is the embedding matrix.
+      rope_scaling: of all layers, or where `window_rope_theta` is given, of those without a window.
+      window_rope_theta: base of the rotary positions of layers with a window, if another.
+      scaled_embedding: embeddings are multiplied by the root of the hidden size.
+      logit_cap: logits x become logit_cap * tanh(x / logit_cap).
+      layers: switches of each layer; () makes all of them Llama's.
+      family: the `model_type` of its config.json, which decides how its tensors are named.
     """
 
     vocab_size: int
@@ -46,6 +124,12 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     context: int = 2048
     tied: bool = True
+    rope_scaling: RopeScaling | None = None
+    window_rope_theta: float | None = None
+    scaled_embedding: bool = False
+    logit_cap: float | None = None
+    layers: tuple[LayerSwitches, ...] = ()
+    family: str = "llama"
 
     def __post_init__(self):
         check_types(self)
@@ -59,6 +143,24 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise InputError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        if self.layers and len(self.layers) != self.num_layers:
+            raise InputError(f"{self.num_layers} layers, but switches for {len(self.layers)}")
+        for window in {layer.window for layer in self.layers} - {None}:
+            if window < 1:
+                raise InputError(f"a sliding window must span at least 1 position, got {window}")
+
+    def layer(self, index: int) -> LayerSwitches:
+        """The switches of one layer."""
+        return self.layers[index] if self.layers else LLAMA
+
+    def rope(self, index: int) -> tuple[float, RopeScaling | None] | None:
+        """Base and scaling of a layer's rotary positions; None where it has none."""
+        layer = self.layer(index)
+        if not layer.rope:
+            return None
+        if layer.window is not None and self.window_rope_theta is not None:
+            return self.window_rope_theta, None
+        return self.rope_theta, self.rope_scaling
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:

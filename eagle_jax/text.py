@@ -145,8 +145,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
 
-    config = _read_json(folder / "tokenizer_config.json")
-    named = _read_json(folder / "special_tokens_map.json") | config
+    config = read_optional_json(folder / "tokenizer_config.json")
+    named = read_optional_json(folder / "special_tokens_map.json") | config
     special = {}
     for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
         value = named.get(f"{role}_token")
@@ -172,7 +172,7 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
     tokenizer's; () when none of them names any."""
     folder = Path(folder)
     for file in ("generation_config.json", "config.json"):
-        value = _read_json(folder / file).get("eos_token_id")
+        value = read_optional_json(folder / file).get("eos_token_id")
         if value is not None:
             values = value if isinstance(value, list) else [value]
             if not all(isinstance(index, int) for index in values):
@@ -200,7 +200,7 @@ def _load_backend(folder: Path) -> Any:
         raise FormatError(f"{path} is no tokenizer that can be read: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_optional_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file that may be absent."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Writes tests/fixtures: tiny Llama models of transformers with their logits. Needs torch.
+"""Writes tests/fixtures: tiny models of transformers with their logits. Needs torch.
 
 Run once by hand: python tests/make_fixtures.py
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from families import make
 
 FOLDER = Path(__file__).parent / "fixtures"
 CASES = {
@@ -15,12 +16,31 @@ CASES = {
     "llama-separate": {"tie_word_embeddings": False, "num_key_value_heads": 4, "rope_theta": 5e5},
 }
 
+# Cases of families.py whose switches together are all there are, and the type they are stored in.
+FAMILIES = {
+    "llama3": "float32",
+    "qwen2-window": "float16",
+    "qwen3-moe": "float16",
+    "gemma2": "bfloat16",
+    "gemma3": "float16",
+    "phi3": "float16",
+    "smollm3-window": "float16",
+    "olmo2": "bfloat16",
+}
+FIXTURES = [*CASES, *FAMILIES]
+
 
 def reference(name: str, folder: Path):
-    """Saves a tiny random model into `folder`; returns (model, token ids `[2, 20]`)."""
+    """Saves a tiny random model into `folder`; returns (model, token ids `[2, 20]`).
+
+    The model computes in float32, with the values that were saved.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    ids = np.random.default_rng(0).integers(0, 61, (2, 20))
+    if name in FAMILIES:
+        return make(name, folder, dtype=FAMILIES[name]), ids
     torch.manual_seed(len(name))
     config = LlamaConfig(
         vocab_size=61,
@@ -36,13 +56,13 @@ def reference(name: str, folder: Path):
     for parameter in model.parameters():  # norms other than one, so that they are tested
         parameter.data += 0.05 * torch.randn_like(parameter)
     model.save_pretrained(folder)
-    return model, np.random.default_rng(0).integers(0, 61, (2, 20))
+    return model, ids
 
 
 if __name__ == "__main__":
     import torch
 
-    for case in CASES:
+    for case in FIXTURES:
         model, ids = reference(case, FOLDER / case)
         with torch.no_grad():
             out = model(torch.tensor(ids), output_hidden_states=True)

@@ -65,6 +65,17 @@ def test_generate_streams_and_ends_with_figures(capsys, folders):
     assert "tau 1.00" in err
 
 
+def test_what_the_model_suggests_is_said(capsys, folders, tmp_path):
+    model = shutil.copytree(folders[0], tmp_path / "model")
+    suggested = {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.1}
+    (model / "generation_config.json").write_text(json.dumps(suggested))
+    options = ("--target", model, "--drafter", "none", "--max-new-tokens", 2, "--json")
+    code, out, err = run(capsys, "generate", "hello", *options)
+    assert code == 0 and len(json.loads(out)["tokens"]) == 2
+    assert "suggests temperature=0.7, this run uses temperature=0.0" in err
+    assert "repetition_penalty=1.1 is not supported" in err
+
+
 def test_json_holds_the_same_run(capsys, folders):
     model, head = folders
     options = ("--target", model, "--drafter", head, "--max-new-tokens", 12, "--nodes", 4, "--json")

@@ -47,13 +47,14 @@ def interleave(weight, heads):
     return out
 
 
-def write_gguf(path, *, head=False, skip=(), extra=(), **metadata):
+def write_gguf(path, *, head=False, skip=(), extra=(), factors=None, **metadata):
     """Writes a llama; returns the weights that a converter should find, by Hugging Face name.
 
     Args:
       head: whether to write an output matrix of its own.
       skip: names of tensors or metadata to leave out.
       extra: names of further tensors.
+      factors: of the rotary frequencies.
       metadata: values instead of the usual ones, by the last part of the key.
     """
     rng = np.random.default_rng(0)
@@ -105,7 +106,9 @@ def write_gguf(path, *, head=False, skip=(), extra=(), **metadata):
             name = f"model.layers.{layer}.{module}.weight"
             add(f"blk.{layer}.{part}.weight", name, shape, kind, heads.get(part))
     for name in extra:
-        writer.add_tensor(name, np.ones(HEAD_DIM // 2, np.float32))
+        writer.add_tensor(name, np.arange(1, 1 + HEAD_DIM // 2, dtype=np.float32))
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -234,14 +237,14 @@ def test_bos_is_put_in_front_where_the_metadata_say_so(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architecture": "gemma"}, "'llama', found 'gemma'"),
+        ({"architecture": "gemma"}, "'gemma3', found 'gemma'"),
         ({"skip": ["llama.block_count"]}, "llama.block_count"),
         ({"skip": ["blk.1.ffn_up.weight"]}, "blk.1.ffn_up.weight"),
         ({"extra": ["blk.0.attn_q.bias"]}, "blk.0.attn_q.bias"),
         ({"extra": ["rope_freqs.weight"]}, "rotary"),
         ({"feed_forward_length": INNER + 32}, "shape"),
         ({"dimension_count": HEAD_DIM // 2}, "rotary"),
-        ({"model": "llama"}, "'gpt2'"),
+        ({"model": "bert"}, "'gpt2'"),
         ({"pre": "chameleon"}, "'chameleon'"),
         ({"merges": ["h e", "absent pair"]}, "merges"),
     ],

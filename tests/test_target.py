@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from make_fixtures import CASES, FOLDER, reference
+from make_fixtures import FIXTURES, FOLDER, reference
 from safetensors.numpy import load_file, save_file
 
 from eagle_jax import FormatError, InputError
 from eagle_jax.nn.attention import Visible
 from eagle_jax.nn.cache import commit_rows, empty_cache
-from eagle_jax.nn.modules import fill
-from eagle_jax.target.families import model_config, target_tensors
-from eagle_jax.target.load import TensorFolder, read_json
-from eagle_jax.target.transformer import Transformer
-
-
-def load(folder: Path) -> Transformer:
-    config, reader = model_config(read_json(folder / "config.json")), TensorFolder(folder)
-    arrays = {name: jnp.asarray(array) for name, array in target_tensors(reader.read, config)}
-    return fill(lambda: Transformer(config, rngs=nnx.Rngs(0)), arrays)
+from eagle_jax.target.families import model_config
+from eagle_jax.target.load import load_model, read_json
 
 
 def forward(model, ids, taps=()):
@@ -37,19 +27,19 @@ def forward(model, ids, taps=()):
     return model.head(features), tapped
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FIXTURES)
 def test_prefill_against_stored_logits(name):
     expected = np.load(FOLDER / name / "expected.npz")
-    logits, taps = forward(load(FOLDER / name), expected["ids"], taps=(1,))
+    logits, taps = forward(load_model(FOLDER / name), expected["ids"], taps=(1,))
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-3)
     np.testing.assert_allclose(taps, expected["stream_1"], atol=1e-3)
     assert np.std(expected["logits"]) > 0.5
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FIXTURES)
 def test_cached_decoding_and_trees_equal_prefill(name):
     """Rows of different lengths; each tree path gives the logits of its own sequence."""
-    model, ids = load(FOLDER / name), np.load(FOLDER / name / "expected.npz")["ids"]
+    model, ids = load_model(FOLDER / name), np.load(FOLDER / name / "expected.npz")["ids"]
     config, lengths = model.config, np.array([12, 7])
     at = jnp.broadcast_to(jnp.arange(12), (2, 12))
     causal = jnp.broadcast_to(jnp.tri(12, dtype=bool), (2, 12, 12))
@@ -74,19 +64,19 @@ def test_cached_decoding_and_trees_equal_prefill(name):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FIXTURES)
 def test_against_transformers_live(name, tmp_path):
     torch = pytest.importorskip("torch")
     model, ids = reference(name, tmp_path)
     with torch.no_grad():
         expected = model(torch.tensor(ids)).logits.numpy()
-    logits, _ = forward(load(tmp_path), ids)
+    logits, _ = forward(load_model(tmp_path), ids)
     np.testing.assert_allclose(logits, expected, atol=1e-3)
 
 
 def test_causality():
     """Changing a token changes no logits before it."""
-    model = load(FOLDER / "llama-tied")
+    model = load_model(FOLDER / "llama-tied")
     ids = np.arange(10)[None] + 1
     changed = ids.copy()
     changed[0, 6] = 50
@@ -106,37 +96,37 @@ def test_missing_and_misshapen_tensors_are_named(copy):
     name = "model.layers.1.mlp.down_proj.weight"
     save_file({n: t for n, t in tensors.items() if n != name}, copy / "model.safetensors")
     with pytest.raises(FormatError, match="down_proj"):
-        load(copy)
+        load_model(copy)
     save_file(tensors | {name: tensors[name].T.copy()}, copy / "model.safetensors")
     with pytest.raises(FormatError, match="layers.1.mlp.down.weight"):
-        load(copy)
+        load_model(copy)
 
 
 def test_broken_files_are_refused(copy):
     path = copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(FormatError, match="safetensors"):
-        load(copy)
+        load_model(copy)
     path.unlink()
     with pytest.raises(InputError, match="no model.safetensors"):
-        load(copy)
+        load_model(copy)
     (copy / "config.json").write_text("{")
     with pytest.raises(FormatError, match="JSON"):
-        load(copy)
+        load_model(copy)
 
 
 def test_an_index_cannot_leave_its_folder(copy):
     index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(FormatError, match="not a file name"):
-        load(copy)
+        load_model(copy)
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"model_type": "mamba"},
-        {"attention_bias": True},
+        {"mlp_bias": True},
         {"rope_parameters": {"rope_type": "yarn"}},
         {"hidden_act": "gelu"},
         {"num_attention_heads": 3},

@@ -198,7 +198,12 @@ class FeatureDrafter(nnx.Module):
         return (self.head.embed if self.embed is None else self.embed)[...]
 
     def _logits(self, features: jax.Array) -> jax.Array:
-        """`[B, N, draft_vocab]` float32 scores of the tokens after features `[B, N, hidden]`."""
+        """`[B, N, draft_vocab]` float32 scores of the tokens after features `[B, N, hidden]`.
+
+        A target's cap on logits is left out. It never changes their order, so that a node's
+        children rank alike; how paths compare does change, which costs speed at worst: tokens are
+        drawn from `Transformer.head`, cap and all.
+        """
         rows = self.head.lm_head if self.head_rows is None else self.head_rows
         return matmul(self.head.readout(features), rows[...]).astype(jnp.float32)
 

@@ -5,12 +5,29 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from eagle_jax.config import RopeScaling
 
-def rotation(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+
+def rotation(
+    positions: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines `[..., head_dim // 2]` in float32 for integer positions `[...]`."""
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is not None:
+        frequencies = _stretched(frequencies, scaling)
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
+
+
+def _stretched(frequencies: jax.Array, scaling: RopeScaling) -> jax.Array:
+    """Divided frequencies; Llama 3's rule is that of Meta's llama-models, `apply_scaling`."""
+    divided = frequencies / scaling.factor
+    if scaling.bands is None:
+        return divided
+    low, high, context = scaling.bands
+    turns = context * frequencies / (2 * jnp.pi)
+    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (1 - kept) * divided + kept * frequencies
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

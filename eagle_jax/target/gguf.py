@@ -1,4 +1,4 @@
-"""Converts a GGUF file of the llama architecture to a folder in Hugging Face layout.
+"""Converts a GGUF file to a folder in Hugging Face layout.
 
 The folder holds `config.json`, `generation_config.json`, `model.safetensors` (float32),
 `tokenizer.json` and `tokenizer_config.json`. Weights are dequantised and nothing else is changed,
@@ -15,25 +15,17 @@ from typing import Any
 import numpy as np
 
 from eagle_jax.errors import FormatError
+from eagle_jax.target import gguf_families as families
+from eagle_jax.target.gguf_families import (
+    Expected,
+    architecture,
+    expected_tensors,
+    llama3_scaling,
+)
 from eagle_jax.target.gguf_tokenizer import build_tokenizer
 
 _REQUIRED = object()
 _ROWS_AT_ONCE = 4096  # of a matrix, so that a large embedding is never held whole in float32
-
-# GGUF names of a layer's tensors, and the module that carries the weight in Hugging Face's names.
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-Expected = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def convert(
@@ -53,11 +45,12 @@ def convert(
       OSError: reading or writing failed.
     """
     metadata, tensors = _read(path)
-    config = _config(metadata)
-    expected = _expected_tensors(config)
+    kind, config = architecture(metadata), families.config(metadata)
+    tensors = _without_factors(path, tensors, config)
+    expected = expected_tensors(config, kind)
     _check_tensors(path, tensors, expected)
     config["tie_word_embeddings"] = all(t.name != "output.weight" for t in tensors)
-    tokenizer, tokenizer_config = build_tokenizer(path, metadata.get, config["vocab_size"])
+    tokenizer, tokenizer_config = build_tokenizer(path, metadata.get, config)
 
     folder.mkdir(parents=True, exist_ok=True)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -70,7 +63,18 @@ def convert(
         "attn_q": config["num_attention_heads"],
         "attn_k": config["num_key_value_heads"],
     }
-    _write_safetensors(folder / "model.safetensors", tensors, expected, heads, path, progress)
+
+    def blocks(tensor: Any) -> Iterator[np.ndarray]:
+        part = tensor.name.split(".")[-2]
+        for block in _float32_blocks(tensor, path, whole=kind.permuted and part in heads):
+            if kind.permuted and part in heads:
+                yield unpermute(block, heads[part])
+            elif kind.shifted_norms and part.endswith("norm"):
+                yield block - np.float32(1)
+            else:
+                yield block
+
+    _write_safetensors(folder / "model.safetensors", tensors, expected, blocks, progress)
 
 
 class _Metadata:
@@ -112,89 +116,23 @@ def _read(path: Path) -> tuple[_Metadata, list[Any]]:
     return _Metadata(path, reader.fields), list(reader.tensors)
 
 
-def _config(metadata: _Metadata) -> dict[str, Any]:
-    """The content of `config.json`, as transformers' LlamaConfig writes it."""
-    path, number = metadata.path, metadata.number
-    architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        raise FormatError(f"{path}: expected the architecture 'llama', found {architecture!r}")
-    if number("split.count", 1) > 1:
-        raise FormatError(f"{path} is one part of a split model; merge the parts into one file")
-    if number("llama.expert_count", 0) > 0:
-        raise FormatError(f"{path}: mixture-of-experts models are not supported")
-    scaling = metadata.get("llama.rope.scaling.type", "none")
-    if scaling != "none":
-        raise FormatError(f"{path}: rotary scaling {scaling!r} is not supported (only 'none')")
-
-    hidden = int(number("llama.embedding_length"))
-    heads = int(number("llama.attention.head_count"))
-    head_dim = int(number("llama.attention.key_length", hidden // max(heads, 1)))
-    rotary = int(number("llama.rope.dimension_count", head_dim))
-    if rotary != head_dim:
-        raise FormatError(
-            f"{path}: expected rotary angles over the whole head ({head_dim}), found {rotary}"
-        )
-    ends = [metadata.get(f"tokenizer.ggml.{kind}_token_id", None) for kind in ("eos", "eot", "eom")]
-    ends = list(dict.fromkeys(end for end in ends if end is not None))
-    vocab_size = number("llama.vocab_size", len(metadata.get("tokenizer.ggml.tokens")))
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": int(vocab_size),
-        "hidden_size": hidden,
-        "intermediate_size": int(number("llama.feed_forward_length")),
-        "num_hidden_layers": int(number("llama.block_count")),
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(number("llama.attention.head_count_kv", heads)),
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "max_position_embeddings": int(number("llama.context_length")),
-        "rms_norm_eps": _shortest(number("llama.attention.layer_norm_rms_epsilon")),
-        "rope_theta": _shortest(number("llama.rope.freq_base", 10_000.0)),
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id", None),
-        "eos_token_id": ends[0] if len(ends) == 1 else (ends or None),
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id", None),
-        "torch_dtype": "float32",
-    }
-
-
-def _shortest(value: float) -> float:
-    """The float32 value's shortest decimal: 1e-05 where Python would show 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
-
-
-def _expected_tensors(config: dict[str, Any]) -> Expected:
-    """GGUF name -> (Hugging Face name, shape) of every tensor that a llama may have."""
-    hidden, inner, vocab = (config[f"{k}_size"] for k in ("hidden", "intermediate", "vocab"))
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    shapes = {
-        "attn_q": (queries, hidden),
-        "attn_k": (keys, hidden),
-        "attn_v": (keys, hidden),
-        "attn_output": (hidden, queries),
-        "ffn_gate": (inner, hidden),
-        "ffn_up": (inner, hidden),
-        "ffn_down": (hidden, inner),
-    }
-    expected = {
-        "token_embd.weight": ("model.embed_tokens.weight", (vocab, hidden)),
-        "output_norm.weight": ("model.norm.weight", (hidden,)),
-        "output.weight": ("lm_head.weight", (vocab, hidden)),
-    }
-    for layer in range(config["num_hidden_layers"]):
-        for part, module in _LAYER.items():
-            name = f"model.layers.{layer}.{module}.weight"
-            expected[f"blk.{layer}.{part}.weight"] = (name, shapes.get(part, (hidden,)))
-    return expected
+def _without_factors(path: Path, tensors: list[Any], config: dict[str, Any]) -> list[Any]:
+    """The tensors but for factors of rotary frequencies, whose rule goes into `config`."""
+    factors = [tensor for tensor in tensors if tensor.name == "rope_freqs.weight"]
+    if factors:
+        values = np.concatenate(list(_float32_blocks(factors[0], path, whole=True)))
+        scaling = llama3_scaling(values, config.get("rope_theta"), config["head_dim"])
+        if scaling is None:
+            raise FormatError(
+                f"{path}: rotary scaling by frequency (rope_freqs) other than Llama 3's is not "
+                "supported"
+            )
+        config["rope_scaling"] = scaling
+    return [tensor for tensor in tensors if tensor.name != "rope_freqs.weight"]
 
 
 def _check_tensors(path: Path, tensors: list[Any], expected: Expected) -> None:
     found = {t.name: tuple(int(n) for n in reversed(t.shape)) for t in tensors}
-    if "rope_freqs.weight" in found:
-        raise FormatError(f"{path}: rotary scaling by frequency (rope_freqs) is not supported")
     missing = [name for name in expected if name not in found and name != "output.weight"]
     unknown = [name for name in found if name not in expected]
     for what, names in (("lacks", missing), ("has unknown", unknown)):
@@ -209,11 +147,10 @@ def _write_safetensors(
     path: Path,
     tensors: list[Any],
     expected: Expected,
-    heads: dict[str, int],
-    source: Path,
+    blocks: Callable[[Any], Iterator[np.ndarray]],
     progress: Callable[[int, int], None],
 ) -> None:
-    """Writes float32 tensors one after the other.
+    """Writes the float32 `blocks` of each tensor one after the other.
 
     safetensors' own writer wants all arrays at once, four to eight times the size of the GGUF
     file. Sizes are known beforehand, so the header can be written first.
@@ -230,25 +167,23 @@ def _write_safetensors(
     with open(path, "wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         for done, tensor in enumerate(tensors, 1):
-            part = tensor.name.split(".")[-2]
-            for block in _float32_blocks(tensor, heads.get(part), source):
+            for block in blocks(tensor):
                 file.write(np.ascontiguousarray(block, "<f4"))
             progress(done, len(tensors))
 
 
-def _float32_blocks(tensor: Any, heads: int | None, source: Path) -> Iterator[np.ndarray]:
-    """Dequantised rows of a tensor in order; `heads` is given for q and k projections."""
+def _float32_blocks(tensor: Any, source: Path, whole: bool) -> Iterator[np.ndarray]:
+    """Dequantised rows of a tensor in order, in one block or in several."""
     from gguf import dequantize
 
     rows = tensor.data.shape[0]
-    step = rows if heads else _ROWS_AT_ONCE
+    step = rows if whole else _ROWS_AT_ONCE
     for start in range(0, rows, step):
         try:
-            block = dequantize(tensor.data[start : start + step], tensor.tensor_type)
+            yield dequantize(tensor.data[start : start + step], tensor.tensor_type)
         except NotImplementedError as error:
             kind = tensor.tensor_type.name
             raise FormatError(f"{source}: {tensor.name}: cannot dequantise {kind}") from error
-        yield unpermute(block, heads) if heads else block
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:

@@ -17,6 +17,7 @@ from eagle_jax.config import ModelConfig
 from eagle_jax.errors import FormatError, InputError
 from eagle_jax.nn.modules import fill
 from eagle_jax.target.families import model_config, target_tensors
+from eagle_jax.target.generation import generation_defaults
 from eagle_jax.target.transformer import Transformer
 from eagle_jax.text import Tokenizer, eos_token_ids, load_tokenizer
 
@@ -30,12 +31,15 @@ class Target:
       model: the network.
       tokenizer: its tokenizer, or None for a target that only sees token ids.
       eos: token ids that end an answer.
+      generation_defaults: how the model's `generation_config.json` would draw tokens. For whoever
+        asks: nothing here applies them.
     """
 
     name: str
     model: Transformer
     tokenizer: Tokenizer | None
     eos: tuple[int, ...]
+    generation_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     engines: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -66,15 +70,32 @@ def load_target(name: str = hub.DEFAULT_TARGET, *, dtype: Any = None) -> Target:
       DownloadError: the weights could not be fetched.
     """
     folder = hub.resolve(str(name))
+    # The small files first: what is wrong with them should not wait for the weights.
+    tokenizer = load_tokenizer(folder)
+    eos, defaults = eos_token_ids(folder), generation_defaults(folder)
+    model = load_model(folder, dtype)
+    return Target(str(name), model, tokenizer, eos, defaults)
+
+
+def load_model(folder: Path, dtype: Any = None) -> Transformer:
+    """Loads the network of a folder in Hugging Face layout, tensor by tensor.
+
+    A tensor goes to the device before the next one is read, so that the host never holds more than
+    one beside those that wait there.
+
+    Raises:
+      InputError: the family is not supported, or there are no weights.
+      FormatError: a file is missing, corrupt or inconsistent.
+    """
     config = model_config(read_json(folder / "config.json"))
     dtype = jnp.dtype(dtype or default_dtype())
     reader = TensorFolder(folder)
-    if "lm_head.weight" not in reader and not config.tied:
+    if not config.tied and reader.lacks_head:
         config = dataclasses.replace(config, tied=True)
-    arrays = {path: jnp.asarray(a, dtype) for path, a in target_tensors(reader.read, config)}
-    model = fill(lambda: Transformer(config, rngs=nnx.Rngs(0)), arrays)
-    tokenizer = load_tokenizer(folder)
-    return Target(str(name), model, tokenizer, tuple(eos_token_ids(folder)))
+    arrays = {}
+    for path, array in target_tensors(reader.read, config):
+        arrays[path] = jax.block_until_ready(jnp.asarray(array, dtype))
+    return fill(lambda: Transformer(config, rngs=nnx.Rngs(0)), arrays)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -111,8 +132,10 @@ class TensorFolder:
                 "pass a folder in Hugging Face layout, a .gguf file, or a model id"
             )
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
+    @property
+    def lacks_head(self) -> bool:
+        """There is no LM head: it must be the embedding matrix."""
+        return "lm_head.weight" not in self._files
 
     def read(self, name: str) -> np.ndarray:
         """One tensor by its name in the checkpoint."""
@@ -122,7 +145,13 @@ class TensorFolder:
         with _open(path) as handle:
             if name not in handle.keys():  # noqa: SIM118 (a handle is no mapping)
                 raise FormatError(f"{path} has no tensor {name!r}, which its index promises")
-            return handle.get_tensor(name)
+            tensor = handle.get_tensor(name)
+        if not jnp.issubdtype(tensor.dtype, jnp.floating):
+            raise FormatError(
+                f"{path}: {name} should hold floating-point numbers, holds {tensor.dtype} "
+                "(quantised checkpoints are not supported)"
+            )
+        return tensor
 
 
 def _open(path: Path):

@@ -19,7 +19,7 @@ from eagle_jax.nn.rope import rotation
 
 
 class Transformer(nnx.Module):
-    """A decoder-only transformer of the Llama architecture.
+    """A decoder-only transformer; `ModelConfig` says which family's.
 
     Layers are a Python list and unrolled when compiled: on CPU a scan over stacked weights copies
     every layer's weights and costs a plain step 1.4 times as much.
@@ -38,12 +38,14 @@ class Transformer(nnx.Module):
                     config.num_kv_heads,
                     config.head_dim,
                     config.norm_eps,
+                    switches=config.layer(index),
                     rngs=rngs,
                 )
-                for _ in range(config.num_layers)
+                for index in range(config.num_layers)
             ]
         )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        shifted = config.layer(config.num_layers - 1).shifted_norms
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, shifted=shifted)
         head = jax.random.normal(rngs.params(), shape) * config.hidden_size**-0.5
         self.lm_head = None if config.tied else nnx.Param(head)
 
@@ -69,12 +71,19 @@ class Transformer(nnx.Module):
           features `[B, N, hidden]` (after the final norm, the LM head's input), taps
           `[B, N, len(taps) * hidden]`, and the fresh keys and values of each layer.
         """
-        x = self.embed[...][tokens]
-        angles = rotation(positions, self.config.head_dim, self.config.rope_theta)
+        config, x = self.config, self.embed[...][tokens]
+        if config.scaled_embedding:
+            x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
         streams, fresh = [x], []
+        angles, seen = {None: None}, {None: visible}  # by kind of layer, made once a pass
         for index, layer in enumerate(self.layers):
+            rope, window = config.rope(index), config.layer(index).window
+            if rope not in angles:
+                angles[rope] = rotation(positions, config.head_dim, *rope)
+            if window not in seen:
+                seen[window] = visible.within(window, positions)
             cache = None if caches is None else caches[index]
-            x, rows = _layer(*nnx.split(layer), x, angles, visible, cache)
+            x, rows = _layer(*nnx.split(layer), x, angles[rope], seen[window], cache)
             streams.append(x)
             fresh.append(rows)
         tapped = jnp.concatenate([x[..., :0], *(streams[tap] for tap in taps)], axis=-1)
@@ -86,8 +95,11 @@ class Transformer(nnx.Module):
         return self.embed[...] if self.lm_head is None else self.lm_head[...]
 
     def head(self, features: jax.Array) -> jax.Array:
-        """Logits `[..., vocab]` in float32 for features `[..., hidden]`."""
-        return matmul(features, self.head_weight).astype(jnp.float32)
+        """Logits `[..., vocab]` in float32 for features `[..., hidden]`, capped where the family
+        caps them."""
+        logits = matmul(features, self.head_weight).astype(jnp.float32)
+        cap = self.config.logit_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 @functools.partial(jax.jit, static_argnums=0)
