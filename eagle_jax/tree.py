@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from eagle_jax.config import TreeShape
+from eagle_jax.errors import InputError
 
 
 @struct.dataclass
@@ -63,7 +64,16 @@ class Expansion:
     ids: jax.Array | None
 
     def best(self, top_k: int) -> tuple[jax.Array, jax.Array]:
-        """The best children of each node: scores and tokens, both `[B, k, top_k]`."""
+        """The best children of each node: scores and tokens, both `[B, k, top_k]`.
+
+        Raises:
+          InputError: there are fewer tokens than that.
+        """
+        if top_k > self.log_probs.shape[-1]:
+            raise InputError(
+                f"the tree's top_k is {top_k}, but this drafter knows {self.log_probs.shape[-1]} "
+                "tokens only; lower top_k"
+            )
         safe = jnp.where(jnp.isnan(self.log_probs), -jnp.inf, self.log_probs)
         scores, columns = jax.lax.top_k(safe, top_k)
         return scores, columns if self.ids is None else self.ids[columns]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import PROMPTS, replay
 
-from eagle_jax import Sampling, TreeShape, generate, stream
+from eagle_jax import InputError, Sampling, TreeShape, generate, stream
 from eagle_jax.config import PLAIN
 from eagle_jax.decode.generate import NO_DRAFTER, engine
 from eagle_jax.tiny import TINY, tiny_drafter, tiny_target
@@ -88,6 +88,12 @@ def test_sharing_the_noise_changes_tau_and_not_the_tokens(target):
 def test_full_and_reduced_draft_vocabulary(target, plain, method):
     full = tiny_drafter(target, seed=3, method=method)
     assert generate(target, full, PROMPTS, max_new_tokens=24, tree=CHAIN).tokens == plain.tokens
+
+
+def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target):
+    drafter = tiny_drafter(target, draft_vocab_size=5)
+    with pytest.raises(InputError, match="lower top_k"):
+        generate(target, drafter, PROMPTS, max_new_tokens=4, tree=TreeShape(8, 1, 7))
 
 
 def test_perfect_drafter_is_accepted_whole(target, plain):
