@@ -1,4 +1,4 @@
-"""The command line: `eagle-jax generate` and `eagle-jax bench`."""
+"""The command line: `eagle-jax generate` and `bench`; `export` is in `export_command`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from eagle_jax.errors import EagleError, InputError
+from eagle_jax.export_command import add_export, add_head_options, head_options
 
 COMPARED = 3  # runs of each kind that `--compare` times
 
@@ -71,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
         help="also time transformers' generate (needs torch) on the same prompts",
     )
     bench.set_defaults(command=_bench)
+    add_export(commands)
     return top
 
 
@@ -86,6 +88,7 @@ def _common(command: argparse.ArgumentParser) -> None:
         help="auto (the head that ships for the target), none, or a head's folder"
         + ("; bench also takes replay" if "bench" in command.prog else ""),
     )
+    add_head_options(command)
     command.add_argument("--nodes", type=int, help="tree nodes a pass, root included")
     command.add_argument("--depth", type=int, help="tree levels below the root")
     command.add_argument("--tree-top-k", type=int, help="children a node may have")
@@ -132,7 +135,12 @@ def _load(arguments: argparse.Namespace):
 
     tree = tree_from(arguments)
     target = load_target(arguments.target)
-    drafter = None if arguments.drafter == "replay" else load_drafter(arguments.drafter, target)
+    if arguments.drafter == "replay":
+        return target, None, tree
+    drafter = load_drafter(arguments.drafter, target, **head_options(arguments))
+    if drafter is not None and drafter.settings:
+        chosen = "; ".join(map(str, drafter.settings))
+        print(f"[head: {drafter.format}; {chosen}]", file=sys.stderr)
     return target, drafter, tree
 
 

@@ -28,7 +28,7 @@ from train.store import Store, join, lay_out, open_shelf
 @dataclasses.dataclass
 class Run:
     """A training folder and how it was asked for; the folder holds `prompts.jsonl`, `answers/`,
-    `features/`, `fit/`, `head/` and `evaluation.json`."""
+    `features/`, `fit/`, `head/`, `evaluation.json` and `export/`."""
 
     options: argparse.Namespace
     console: Console = dataclasses.field(default_factory=lambda: Console(highlight=False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from train.stages.head import evaluate, fit_head
+from train.stages.head import evaluate, export, fit_head
 from train.stages.text import answers, check, features, prompts
 
 STAGES = {
@@ -12,4 +12,5 @@ STAGES = {
     "features": features,
     "fit": fit_head,
     "evaluate": evaluate,
+    "export": export,
 }

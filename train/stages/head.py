@@ -1,4 +1,4 @@
-"""The stages that make a head of the text: fit and evaluation."""
+"""The stages that make a head of the text: fit, evaluation and export."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from eagle_jax.config import DrafterConfig
 from eagle_jax.decode.acceptance import tau_by_tree
 from eagle_jax.drafters.feature import FeatureDrafter
+from eagle_jax.drafters.formats.write import export_head
 from eagle_jax.drafters.load import LoadedDrafter, load_drafter, save_head
 from eagle_jax.errors import InputError
 from train.corpus import Corpus
@@ -88,6 +89,11 @@ def _beginning(run: Run, store: Store, chosen: np.ndarray, train: Corpus):
             f"--start {options.start}: expected a head that reads the layers {taps} (--method "
             f"{options.method}), found one that reads {config.taps}"
         )
+    if config.own_embed or config.fc_norm or config.norm_before_fc:
+        raise InputError(
+            f"--start {options.start}: heads with their own embedding or norms before `fc` can be "
+            "run here, but not trained"
+        )
     # An LM head of its own scores certain ids; the target's rows can be chosen anew.
     if config.own_lm_head or config.draft_vocab_size != options.draft_vocab:
         counted = _ids(module)
@@ -132,6 +138,17 @@ def evaluate(run: Run) -> None:
         run.say("tau {tau:.3f} with {nodes} nodes, depth {depth}, top_k {top_k}".format(**row))
     _update(run.path("head") / "config.json", {"tau": table})
     _update(run.path("evaluation.json"), report)
+
+
+def export(run: Run) -> None:
+    """Writes the head as other projects load it: `export/eagle3`, or `export/eagle`."""
+    drafter = load_drafter(str(run.path("head")), run.target)
+    if drafter.method == "eagle" and drafter.module.draft_ids is not None:
+        run.say("not exported: EAGLE-1/2 files have no words for a reduced draft vocabulary")
+        return
+    folder = run.path("export") / drafter.method
+    export_head(drafter.module, run.target, drafter.method, folder)
+    run.say(f"head written to {folder} as the EAGLE repository, vLLM and SGLang load it")
 
 
 def _drafts(run: Run, drafter: LoadedDrafter, store: Store, chosen):
