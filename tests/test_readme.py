@@ -99,3 +99,16 @@ def test_train_commands(tmp_path):
     assert (tmp_path / "run" / "head" / "model.safetensors").stat().st_size < 16e6
     done = call(tmp_path, use + " --max-new-tokens 24")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_export_command(tmp_path):
+    """What is written decodes as the head itself does."""
+    line = next(line for line in COMMANDS if line.startswith("eagle-jax export"))
+    done = call(tmp_path, line)
+    assert done.returncode == 0, done.stderr
+    ask = 'eagle-jax generate "What is rain?" --json --max-new-tokens 24 --nodes 4 --depth 2'
+    own, written = (call(tmp_path, ask + more) for more in ("", " --drafter exported"))
+    assert written.returncode == 0, written.stderr
+    assert json.loads(own.stdout)["tokens"] == json.loads(written.stdout)["tokens"]
+    assert json.loads(own.stdout)["tau"] == json.loads(written.stdout)["tau"]
