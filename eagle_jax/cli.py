@@ -85,7 +85,9 @@ def _common(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--drafter",
         default="auto",
-        help="auto (the head that ships for the target), none, or a head's folder"
+        help="auto (the head that ships for the target), none, ngram, layers:N (the target's own "
+        "first layers), a draft model's folder or .gguf file, or a head's folder; +ngram after it, "
+        "as in auto+ngram, merges n-grams into its tree"
         + ("; bench also takes replay" if "bench" in command.prog else ""),
     )
     add_head_options(command)

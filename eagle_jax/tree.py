@@ -8,7 +8,7 @@ never above its parent's and its number is always larger, so a kept node's paren
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,12 +28,15 @@ class DraftTree:
       parents: `[B, N]` int32; the root is its own parent.
       depth: `[B, N]` int32; the root has depth 0.
       ancestors: `[B, N, N]` bool; entry (n, m): m is n or an ancestor of n.
+      scores: `[B, N]` float32 log-probability that the drafter gives the path to each node, 0 for
+        the root; None where it gives none.
     """
 
     tokens: jax.Array
     parents: jax.Array
     depth: jax.Array
     ancestors: jax.Array
+    scores: jax.Array | None = None
 
 
 @struct.dataclass
@@ -79,6 +82,8 @@ class Expansion:
         return scores, columns if self.ids is None else self.ids[columns]
 
 
+# Score, token, and parent as a number in the pool (-1: the root), each `[B, C]`.
+Candidates = tuple[jax.Array, jax.Array, jax.Array]
 Deepen = Callable[[int, Frontier, Any], tuple[Expansion, Any]]
 
 
@@ -95,8 +100,7 @@ def grow(root: jax.Array, first: Expansion, deepen: Deepen, shape: TreeShape) ->
     batch, k = len(root), shape.top_k
     scores, tokens = first.best(k)
     scores, tokens = scores[:, 0], tokens[:, 0]
-    # The pool of candidates: score, token, and parent as a number in the pool (-1: the root).
-    pool = [(scores, tokens, jnp.full((batch, k), -1, jnp.int32))]
+    pool: list[Candidates] = [(scores, tokens, jnp.full((batch, k), -1, jnp.int32))]
     number = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))
     eye = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
     frontier = Frontier(tokens, jnp.zeros((batch, k), jnp.int32), eye)
@@ -116,10 +120,18 @@ def grow(root: jax.Array, first: Expansion, deepen: Deepen, shape: TreeShape) ->
             parents=parents,
             visible=jnp.concatenate([lineage, eye], axis=2),
         )
-    return _prune(root, pool, shape)
+    return prune(root, pool, shape)
 
 
-def _prune(root: jax.Array, pool: list, shape: TreeShape) -> DraftTree:
+def prune(root: jax.Array, pool: Sequence[Candidates], shape: TreeShape) -> DraftTree:
+    """The tree of the best nodes - 1 candidates; equal scores go to the lower number.
+
+    Args:
+      root: `[B]` int32 the pending token.
+      pool: candidates, numbered through: a parent's number is lower than its children's, and its
+        score not below theirs.
+      shape: static size; no candidate lies deeper than `depth`.
+    """
     scores, tokens, parents = (jnp.concatenate(part, axis=1) for part in zip(*pool, strict=True))
     _, kept = jax.lax.top_k(scores, shape.nodes - 1)
     kept = jnp.sort(kept, axis=1)
@@ -127,11 +139,13 @@ def _prune(root: jax.Array, pool: list, shape: TreeShape) -> DraftTree:
     rank = jax.vmap(lambda k: jnp.zeros(scores.shape[1], jnp.int32).at[k].set(_one_up(k)))(kept)
     parent = jnp.take_along_axis(parents, kept, axis=1)
     in_tree = jnp.take_along_axis(rank, jnp.maximum(parent, 0), axis=1)
-    return link(
+    tree = link(
         jnp.concatenate([root[:, None], jnp.take_along_axis(tokens, kept, axis=1)], axis=1),
         jnp.pad(jnp.where(parent < 0, 0, in_tree), ((0, 0), (1, 0))),
         shape.depth,
     )
+    scores = jnp.pad(jnp.take_along_axis(scores, kept, axis=1), ((0, 0), (1, 0)))
+    return tree.replace(scores=scores)
 
 
 def _one_up(kept: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from flax import struct
 from eagle_jax.config import PLAIN, TreeShape
 from eagle_jax.decode.state import DecodeState
 from eagle_jax.decode.verify import walk
-from eagle_jax.drafters.base import Drafter
+from eagle_jax.drafters.base import Drafter, begin
 from eagle_jax.nn.attention import LayerCache, Visible
 from eagle_jax.nn.cache import commit_rows, select_rows
 from eagle_jax.target.transformer import Transformer
@@ -57,13 +57,14 @@ def prefill(
     slots = jnp.arange(state.tokens.shape[1])
     tokens = jnp.where(final[:, None] & (slots == length[:, None]), root, state.tokens)
     stopped = (root == state.stops).any(axis=1) | (length + 1 >= state.limit)
+    drafts = begin(drafter, state.drafter, chunk[:, 0], state.length == 0)
     return state.replace(
         tokens=tokens,
         length=length,
         done=jnp.where(final, stopped, state.done),
         caches=caches,
         drafter=drafter.observe(
-            state.drafter, following, tapped if drafter.taps else features, state.length, count
+            drafts, following, tapped if drafter.taps else features, state.length, count
         ),
     )
 

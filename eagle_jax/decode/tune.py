@@ -34,8 +34,11 @@ def best_tree(target: Target, drafter: LoadedDrafter, batch: int = 1) -> TreeSha
 
     Costs are measured once a machine, backend, target, head and batch size (rounded up to a power
     of two: extra nodes cost more in a batch), and kept in the user cache; so is the tau of a head
-    that carries no table of its own, on a few questions.
+    or draft model that carries no table of its own, on a few questions. Where questions cannot tell
+    (n-grams), the drafter names its tree.
     """
+    if drafter.tree is not None:
+        return drafter.tree
     batch = 1 << (batch - 1).bit_length()
     store = hub.cache_root() / "tuning.json"
     known, key = _load(store), _key(target, drafter, batch)
@@ -136,9 +139,12 @@ def _key(target: Target, drafter: LoadedDrafter, batch: int) -> str:
 
 
 def _digest(drafter: LoadedDrafter) -> str:
-    """Of a head's weights."""
+    """Of a head's weights; a whole model, which may be large, is known by its name."""
+    module = getattr(drafter.module, "base", drafter.module)
+    if not hasattr(module, "head"):
+        return drafter.name
     found = hashlib.sha256()
-    for name, array in sorted(parameters(drafter.module.head).items()):
+    for name, array in sorted(parameters(module.head).items()):
         found.update(name.encode())
         found.update(np.asarray(array, np.float32).tobytes())
     return found.hexdigest()

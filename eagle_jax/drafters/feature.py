@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx, struct
 
 from eagle_jax.config import DrafterConfig, TreeShape
-from eagle_jax.nn.attention import LayerCache, Visible
+from eagle_jax.drafters.base import expand
+from eagle_jax.nn.attention import LayerCache, Visible, causal
 from eagle_jax.nn.cache import commit_rows, empty_layer
 from eagle_jax.nn.linear import matmul
 from eagle_jax.sampling import Draw
@@ -150,7 +151,7 @@ class FeatureDrafter(nnx.Module):
           count: `[B]` new rows, at most T; the rest is padding. 0 leaves the row as it is.
         """
         rows = jnp.arange(tokens.shape[1])
-        visible = Visible(length=length, fresh=_causal(tokens.shape))
+        visible = Visible(length=length, fresh=causal(tokens.shape))
         predicted, fresh = self.head(
             self._table[tokens],
             self.head.fuse(features),
@@ -209,10 +210,4 @@ class FeatureDrafter(nnx.Module):
 
     def _expand(self, logits: jax.Array, draw: Draw, depth: int) -> Expansion:
         ids = None if self.draft_ids is None else self.draft_ids[...]
-        scores = draw.perturb(logits, depth, ids) if self.coupled else draw.process(logits)
-        return Expansion(jax.nn.log_softmax(scores), ids)
-
-
-def _causal(shape: tuple[int, int]) -> jax.Array:
-    rows = jnp.arange(shape[1])
-    return jnp.broadcast_to(rows[:, None] >= rows, (shape[0], shape[1], shape[1]))
+        return expand(logits, draw, depth, ids=ids, coupled=self.coupled)

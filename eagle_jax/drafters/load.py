@@ -14,17 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from eagle_jax.config import DrafterConfig
+from eagle_jax.config import DrafterConfig, TreeShape
 from eagle_jax.drafters.base import Drafter
+from eagle_jax.drafters.draft_model import find_draft_model
 from eagle_jax.drafters.feature import FeatureDrafter, Head
 from eagle_jax.drafters.formats.read import HEADS, build, check_fit, read_head
 from eagle_jax.drafters.formats.settings import Overrides, Setting
+from eagle_jax.drafters.merged import MergedDrafter
+from eagle_jax.drafters.ngram import NgramDrafter
 from eagle_jax.errors import FormatError, InputError
 from eagle_jax.nn.modules import fill, parameters
 from eagle_jax.target.load import Target, read_json
 
 FORMAT = "eagle_jax/1"
 NO_OVERRIDES = Overrides()
+NGRAM_TREE = TreeShape(4, 3, 1, gate=0.5)  # nothing is checked where no match is long
 SHIPPED = {"smollm2-135m": "smollm2-135m-eagle3"}
 
 
@@ -39,6 +43,8 @@ class LoadedDrafter:
         a machine is worked out. Empty when nobody measured.
       format: `eagle_jax/1`, or what kind of file it came from.
       settings: what was chosen where the file or the caller had a choice, and why.
+      tree: the tree to use unless another is asked for, where measuring cannot tell: what n-grams
+        are worth hangs on the text. None leaves the choice to the tuner.
     """
 
     name: str
@@ -46,6 +52,7 @@ class LoadedDrafter:
     tau: Sequence[Mapping[str, Any]] = ()
     format: str = FORMAT
     settings: tuple[Setting, ...] = ()
+    tree: TreeShape | None = None
 
     @property
     def method(self) -> str:
@@ -63,16 +70,20 @@ def load_drafter(
     """Loads a drafter for a target.
 
     Args:
-      name: `auto` takes the head that ships for the target, `none` or None gives None, otherwise
-        the folder of a head: of this project, EAGLE-1/2 or EAGLE-3 as released or as others write
-        it (safetensors or `pytorch_model.bin`), or of the speculators format.
+      name: `auto` takes the head that ships for the target, `none` or None gives None, `ngram`
+        looks the text's last tokens up in the text, `layers:N` drafts with the target's own first N
+        layers. Otherwise a model with the target's vocabulary (a folder in Hugging Face layout or a
+        `.gguf` file), or the folder of a head: of this project, EAGLE-1/2 or EAGLE-3 as released or
+        as others write it (safetensors or `pytorch_model.bin`), or of the speculators format. With
+        `+ngram` after it, n-grams are merged into a drafter's tree.
       rope_theta: base of the drafter's rotary positions instead of the head's own; 10,000 where a
         released head names none, whatever the target uses.
       layers: layers of the target whose input an EAGLE-3 head fuses, instead of the head's own.
       norm_before_residual: residual variant of an EAGLE-3 head, instead of the head's own.
 
     Raises:
-      InputError: nothing is there, the head belongs to another target, or it is of another method.
+      InputError: nothing is there, the head belongs to another target or is of another method, or
+        a draft model has another vocabulary.
       FormatError: the files are corrupt or inconsistent.
     """
     if name in (None, "none"):
@@ -80,6 +91,8 @@ def load_drafter(
     overrides = Overrides(
         rope_theta, None if layers is None else tuple(layers), norm_before_residual
     )
+    if (other := _no_head(str(name), target, overrides)) is not None:
+        return other
     folder = head_folder(name, target.name)
     raw = read_json(folder / "config.json")
     if "format" not in raw:
@@ -102,6 +115,30 @@ def load_drafter(
     )
 
 
+def _no_head(name: str, target: Target, overrides: Overrides) -> LoadedDrafter | None:
+    """A drafter that is no head, or None where the name is not one's."""
+    base, plus, added = name.rpartition("+")
+    if plus and not Path(name).exists():
+        if added != "ngram" or base in ("", "none", "ngram"):
+            raise InputError(
+                f"expected '+ngram' after a head or a draft model, such as 'auto+ngram', got {name!r}"
+            )
+        found = load_drafter(base, target, **dataclasses.asdict(overrides))
+        module = MergedDrafter(found.module, target.config.vocab_size)
+        return dataclasses.replace(found, name=name, module=module)
+    if name == "ngram":
+        module = NgramDrafter(target.config.vocab_size)
+        found = LoadedDrafter(name, module, format="no weights", tree=NGRAM_TREE)
+    else:
+        module = find_draft_model(name, target)
+        if module is None:
+            return None
+        found = LoadedDrafter(name, module, format="a whole model")
+    if overrides != NO_OVERRIDES:
+        raise InputError(f"{name!r} is no head: it has no rope_theta, layers or residual to choose")
+    return found
+
+
 def head_folder(name: str, target_name: str | None) -> Path:
     """The folder of a head by name; `auto` is the one that ships for the target.
 
@@ -118,8 +155,9 @@ def head_folder(name: str, target_name: str | None) -> Path:
     folder = Path(name)
     if not folder.is_dir():
         raise InputError(
-            f"no drafter at {name!r}: expected 'auto', 'none' or a folder with config.json and "
-            "model.safetensors or pytorch_model.bin"
+            f"no drafter at {name!r}: expected 'auto', 'none', 'ngram', 'layers:N', a .gguf file, "
+            "or the folder of a model or head: config.json and model.safetensors or "
+            "pytorch_model.bin"
         )
     return folder
 

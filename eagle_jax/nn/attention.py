@@ -47,17 +47,27 @@ class Visible:
     fresh: jax.Array
     first: jax.Array | None = None
 
-    def within(self, window: int, positions: jax.Array) -> Visible:
+    def within(
+        self, window: int, positions: jax.Array, columns: jax.Array | None = None
+    ) -> Visible:
         """What is left of it under a sliding window.
 
         A row sees the `window` positions up to its own. A node of a tree is as far from its
         ancestors as their positions say, so its window counts along its own path.
 
         Args:
-          positions: `[B, N]` int32 of the fresh rows, which are also the columns of `fresh`.
+          positions: `[B, N]` int32 of the fresh rows.
+          columns: `[B, M]` int32 of the columns of `fresh`; None where these are the same rows.
         """
-        near = positions[:, :, None] - positions[:, None, :] < window
+        columns = positions if columns is None else columns
+        near = positions[:, :, None] - columns[:, None, :] < window
         return Visible(self.length, self.fresh & near, positions - (window - 1))
+
+
+def causal(shape: tuple[int, int]) -> jax.Array:
+    """`Visible.fresh` `[B, N, N]` of N rows that see themselves and the rows before them."""
+    rows = jnp.arange(shape[1])
+    return jnp.broadcast_to(rows[:, None] >= rows, (shape[0], shape[1], shape[1]))
 
 
 def attend(

@@ -114,6 +114,8 @@ def read_json(path: Path) -> dict[str, Any]:
 class TensorFolder:
     """Reads single tensors of `model.safetensors`, or of shards listed in an index file."""
 
+    FILES = ("model.safetensors", "model.safetensors.index.json")
+
     def __init__(self, folder: Path):
         index = folder / "model.safetensors.index.json"
         self._files: dict[str, Path] = {}
@@ -131,6 +133,11 @@ class TensorFolder:
                 f"{folder} holds no model.safetensors (or model.safetensors.index.json); "
                 "pass a folder in Hugging Face layout, a .gguf file, or a model id"
             )
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the tensors in the checkpoint."""
+        return frozenset(self._files)
 
     @property
     def lacks_head(self) -> bool:
