@@ -37,7 +37,7 @@ TEXTS = [*PROMPTS[:2], LOOPING]
 @pytest.fixture(scope="module")
 def drafters(target):
     """By name; those of one test share their compiled engines."""
-    head = tiny_drafter(target, draft_vocab_size=40)
+    head = tiny_drafter(target)
     names = ("ngram", "layers:1", "layers:2", "layers:1+ngram")
     found = {name: load_drafter(name, target) for name in names}
     module = MergedDrafter(head.module, target.config.vocab_size)
@@ -133,7 +133,7 @@ def test_the_tree_is_scored_as_forwards_along_its_paths_are(target, smaller):
     tree: DraftTree = jax.jit(smaller.propose, static_argnums=4)(
         state.drafter, root, state.length, draw, DEEP
     )
-    assert tree.depth.max() >= 4
+    assert tree.depth.max() >= 2, "the scores of a level rest on those of the level above"
     for row, length in enumerate(np.asarray(state.length)):
         for node in range(1, DEEP.nodes):
             path = np.flatnonzero(tree.ancestors[row, node])
