@@ -17,7 +17,7 @@ CASES = {
     "llama-separate": {"tie_word_embeddings": False, "num_key_value_heads": 4, "rope_theta": 5e5},
 }
 
-# A case of families.py for each family, their switches together all there are, and the type they are
+# A case of families.py for each family, with all switches between them, and the type that they are
 # stored in.
 FAMILIES = {
     "llama3": "float32",
