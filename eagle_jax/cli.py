@@ -1,4 +1,4 @@
-"""The command line: `eagle-jax generate` and `bench`; `export` is in `export_command`."""
+"""The command line: `eagle-jax generate` and `bench`; other commands lie beside it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from eagle_jax.errors import EagleError, InputError
 from eagle_jax.export_command import add_export, add_head_options, head_options
+from eagle_jax.inspect_command import add_inspect
 
 COMPARED = 3  # runs of each kind that `--compare` times
 
@@ -73,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     )
     bench.set_defaults(command=_bench)
     add_export(commands)
+    add_inspect(commands)
     return top
 
 

@@ -1,10 +1,11 @@
 """Writes tests/fixtures: tiny models of transformers with their logits. Needs torch.
 
-Run once by hand: python tests/make_fixtures.py
+Run once by hand: python tests/make_fixtures.py [CASE ...]
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,15 @@ CASES = {
     "llama-separate": {"tie_word_embeddings": False, "num_key_value_heads": 4, "rope_theta": 5e5},
 }
 
-# Cases of families.py whose switches together are all there are, and the type they are stored in.
+# A case of families.py for each family, with all switches between them, and the type that they are
+# stored in.
 FAMILIES = {
     "llama3": "float32",
+    "mistral": "bfloat16",
     "qwen2-window": "float16",
+    "qwen3": "bfloat16",
     "qwen3-moe": "float16",
+    "mixtral": "float16",
     "gemma2": "bfloat16",
     "gemma3": "float16",
     "phi3": "float16",
@@ -62,7 +67,7 @@ def reference(name: str, folder: Path):
 if __name__ == "__main__":
     import torch
 
-    for case in FIXTURES:
+    for case in sys.argv[1:] or FIXTURES:
         model, ids = reference(case, FOLDER / case)
         with torch.no_grad():
             out = model(torch.tensor(ids), output_hidden_states=True)

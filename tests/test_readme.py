@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from make_fixtures import FOLDER
+
+from eagle_jax.target.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -43,6 +46,23 @@ def test_every_command_is_known():
     for line in COMMANDS:
         assert line.startswith(("pip install -e ", "eagle-jax ", "python -m train ")), line
     assert len(COMMANDS) >= 9 and len(PYTHON) == 1
+
+
+def test_every_family_has_a_row_and_its_fixture():
+    rows = re.findall(r"^\| [^|]+ \| (`[^|]+`) \|.*transformers \|$", README, re.M)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted(FAMILIES)
+    fixtures = {json.loads(path.read_text())["model_type"] for path in FOLDER.glob("*/config.json")}
+    # The text part of a gemma3 is a gemma3_text.
+    assert fixtures == set(FAMILIES) - {"gemma3"}
+
+
+@pytest.mark.slow
+def test_inspect_command(tmp_path):
+    line = next(line for line in COMMANDS if line.startswith("eagle-jax inspect"))
+    done = call(tmp_path, line)
+    assert done.returncode == 0, done.stderr
+    assert "134,515,008" in done.stdout and "target and head fit together" in done.stdout
 
 
 @pytest.mark.slow

@@ -179,7 +179,7 @@ def _is_model(name: str) -> bool:
         return False
     if not any((folder / file).is_file() for file in TensorFolder.FILES):
         return False
-    names = TensorFolder(folder).names
+    names = TensorFolder(folder).files
     return any(name.endswith("model.norm.weight") for name in names) and not any(
         name.endswith("fc.weight") for name in names
     )

@@ -121,7 +121,8 @@ def _no_head(name: str, target: Target, overrides: Overrides) -> LoadedDrafter |
     if plus and not Path(name).exists():
         if added != "ngram" or base in ("", "none", "ngram"):
             raise InputError(
-                f"expected '+ngram' after a head or a draft model, such as 'auto+ngram', got {name!r}"
+                "expected '+ngram' after a head or a draft model, such as 'auto+ngram', got "
+                f"{name!r}"
             )
         found = load_drafter(base, target, **dataclasses.asdict(overrides))
         module = MergedDrafter(found.module, target.config.vocab_size)

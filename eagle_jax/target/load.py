@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +137,22 @@ class TensorFolder:
             )
 
     @property
-    def names(self) -> frozenset[str]:
-        """Of the tensors in the checkpoint."""
-        return frozenset(self._files)
+    def files(self) -> dict[str, Path]:
+        """Where each tensor lies, by its name in the checkpoint."""
+        return dict(self._files)
+
+    def stored(self) -> dict[str, int]:
+        """Bytes of the tensors by dtype (`F32`, `BF16`, ...), of the files' headers alone."""
+        found: dict[str, int] = {}
+        for path in sorted(set(self._files.values())):
+            with _open(path) as handle:
+                for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
+                    part = handle.get_slice(name)
+                    kind, size = part.get_dtype(), math.prod(part.get_shape())
+                    # F32, BF16, I64, F8_E4M3: the first number is the bits of an element.
+                    bits = int(re.search(r"\d+", kind)[0]) if kind != "BOOL" else 8
+                    found[kind] = found.get(kind, 0) + size * bits // 8
+        return found
 
     @property
     def lacks_head(self) -> bool:
