@@ -68,7 +68,8 @@ def test_drafters_do_not_change_tokens(target, drafters, expected, name, samplin
     assert len(set(map(len, tokens))) > 1, "rows end at different times"
     run = generate(target, drafters[name], TEXTS, tree=tree, **options)
     assert run.tokens == tokens
-    assert any(map(sum, run.stats.drafted)), "some drafts were accepted"
+    if name != "head+ngram" or sampling.greedy:  # a random head guesses a sampled token by luck
+        assert any(map(sum, run.stats.drafted)), "some drafts were accepted"
 
 
 def test_a_draft_model_that_equals_the_target_is_accepted_whole(target, drafters):
