@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import pathlib
+
 import jax
 import numpy as np
 import pytest
@@ -37,6 +40,20 @@ def replay(target, prompts, tokens, offset=0):
         whole = [*prompt, *answer][:96]
         script[row, : len(whole)] = whole
     return LoadedDrafter("replay", ReplayDrafter(script, target.config.vocab_size, offset))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_memory_maps(target):
+    """Forgets compiled programs between files before they use up the memory maps of the process.
+
+    XLA keeps several maps for a program, Linux grants a process 65,530, and beyond them it aborts.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 15_000:
+        target.engines.clear()
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)
